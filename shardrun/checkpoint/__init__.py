@@ -1,0 +1,1 @@
+"""Directories that are published by one rename, refused when damaged, and explained without loading."""

@@ -1,0 +1,1 @@
+"""The desk: read the command line, call, render, return the exit code."""

@@ -1,0 +1,1 @@
+"""Which sample comes when, as a pure function of seed, epoch and index."""

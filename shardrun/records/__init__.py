@@ -1,0 +1,1 @@
+"""What optimizer state looks like outside the process: file header, record, and whether a record fits."""

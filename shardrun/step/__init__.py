@@ -1,0 +1,1 @@
+"""The step of one window: collect, agree, reduce, normalise, decide, propose, gather, commit."""
