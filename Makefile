@@ -1,0 +1,64 @@
+# `make demo` is the tour; `make test` is what a change has to pass. Both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.shardrun-ready
+QUICK := configs/quickstart.yaml
+DEMO := runs/demo
+
+# One thread per process: two ranks on two cores, and sums that do not depend on the machine.
+export OMP_NUM_THREADS := 1
+# Several pytest runs add to one coverage report.
+COV := --cov --cov-append --cov-report=
+
+.PHONY: help setup demo test lint unit ranks cli cases one coverage clean
+help:
+	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
+	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
+	@echo "make lint      ruff, mypy --strict, import-linter"
+	@echo "make unit      tests without processes;  make ranks: tests on 1 to 4 gloo ranks"
+	@echo "make one T=tests/unit/test_config.py     one file or test, first failure ends it"
+
+setup: $(READY)
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	rm -rf $(DEMO)
+	@echo "1. train, stopped after 150 updates (exit 75: saved, safe to start again)"
+	$(PY) -m shardrun train $(QUICK) run.dir=$(DEMO) --stop-at 150; test $$? -eq 75
+	@echo "2. the same command again goes on from there"
+	$(PY) -m shardrun train $(QUICK) run.dir=$(DEMO)
+	@echo "3. what a checkpoint holds"
+	$(PY) -m shardrun inspect-ckpt $(DEMO)
+	@echo "4. stop and resume against never having stopped, bit for bit"
+	$(PY) -m shardrun verify-resume $(QUICK)
+	@echo "loss curve: $(DEMO)/loss.svg    metrics: $(DEMO)/metrics.jsonl"
+
+test: setup
+	@rm -f .coverage .coverage.*
+	@$(MAKE) --no-print-directory lint unit ranks cli cases coverage
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+unit ranks cli cases: setup
+	$(PY) -m pytest -q $(COV) tests/$@ $(AND)
+
+# On a machine without CUDA these are skipped, and say so.
+cases: AND := tests/gpu
+
+one: setup
+	$(PY) -m pytest -x $(T)
+
+coverage: setup
+	@$(PY) -m coverage report --format=total | sed 's/^/coverage of step, records, checkpoint, config (%): /'
+	@$(PY) -m coverage report
+
+clean:
+	rm -rf build runs .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
