@@ -1,0 +1,147 @@
+"""Which parameters of the real, full, rank-local model a session covers. Nothing is read, moved or copied."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+
+import torch
+from torch import nn
+
+from shardrun.errors import SelectionError
+from shardrun.shard.contract import Contract, ParameterSpec
+
+TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WRAPPERS = ("_orig_mod.",)  # torch.compile
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All (path, Parameter) in definition order, every alias included, without the prefixes of torch's wrappers."""
+    named = [(_clean(path), parameter) for path, parameter in model.named_parameters(remove_duplicate=False)]
+    seen: set[str] = set()
+    return [(path, parameter) for path, parameter in named if not (path in seen or seen.add(path))]  # type: ignore[func-returns-value]
+
+
+def _clean(path: str) -> str:
+    for wrapper in _WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selected paths, in the model's definition order, each with its Parameter; aliases are all there.
+
+    `matches` counts, per include pattern, the paths that it matched; `added` names aliases that no pattern named.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    unselected: dict[str, nn.Parameter]
+    matches: dict[str, int]
+    added: tuple[str, ...]
+
+    def contract(self) -> Contract:
+        """What this rank holds, sorted by path."""
+        paths = sorted(self.parameters)
+        first: dict[int, int] = {}
+        for index, path in enumerate(paths):
+            first.setdefault(id(self.parameters[path]), index)
+        return Contract.of(
+            ParameterSpec(
+                path,
+                tuple(self.parameters[path].shape),
+                str(self.parameters[path].dtype).removeprefix("torch."),
+                self.parameters[path].requires_grad,
+                first[id(self.parameters[path])],
+            )
+            for path in paths
+        )
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """A glob over a whole dotted path, or a regular expression after `re:` (matched anywhere in the path's start)."""
+    try:
+        return re.compile(text[3:] if text.startswith("re:") else translate(text))
+    except re.error as error:
+        raise SelectionError(f"select: {text!r} is not a regular expression: {error}") from None
+
+
+def select_parameters(
+    model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+) -> Selection:
+    """Select parameters by dotted path: `include` first, then `exclude`. Local; the session compares all ranks.
+
+    Patterns are globs (`blocks.*.bias`; `*` also crosses dots) or `re:` expressions. A pattern that matches nothing is
+    an error. Selecting one path of a tied parameter selects the tensor under all its paths; excluding another path of
+    it is refused. An empty selection (no patterns) is valid.
+    """
+    everything = dict(named_parameters(model))
+    matched: dict[str, list[str]] = {}
+    for text in dict.fromkeys([*include, *exclude]):
+        matched[text] = [path for path in everything if pattern(text).match(path)]
+        if not matched[text] and not (text == "*" and not everything):
+            raise SelectionError(_nothing_matched(text, list(everything)))
+    included = {path for text in include for path in matched[text]}
+    excluded = {path for text in exclude for path in matched[text]}
+    chosen = included - excluded
+    ids = {id(everything[path]): path for path in chosen}
+    added = []
+    for path, parameter in everything.items():
+        if path in chosen or id(parameter) not in ids:
+            continue
+        if path in excluded:
+            raise SelectionError(
+                f"select: {ids[id(parameter)]} is selected and {path} is excluded, but they are the same tensor; "
+                "select or exclude both"
+            )
+        added.append(path)
+    selected = {path: parameter for path, parameter in everything.items() if path in chosen or path in added}
+    _refuse_unfit(selected)
+    rest = {path: parameter for path, parameter in everything.items() if path not in selected}
+    return Selection(selected, rest, {text: len(matched[text]) for text in include}, tuple(added))
+
+
+def _nothing_matched(text: str, paths: list[str]) -> str:
+    nearest = difflib.get_close_matches(text.removeprefix("re:"), paths, n=3, cutoff=0.0)
+    hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
+    return f"select: {text!r} matches none of {len(paths)} parameters{hint}"
+
+
+def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
+    for path, parameter in selected.items():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in TRAINABLE_DTYPES:
+            raise SelectionError(
+                f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters must be float32, "
+                "float16 or bfloat16: convert it or exclude it"
+            )
+        if parameter.numel() == 0:
+            raise SelectionError(
+                f"select: {path} is trainable and has no elements (shape {tuple(parameter.shape)}); exclude or freeze it"
+            )
+    _refuse_overlap(selected)
+
+
+def _refuse_overlap(selected: dict[str, nn.Parameter]) -> None:
+    """Two distinct Parameters on overlapping memory would be updated twice; refuse them by name."""
+    spans: dict[tuple[str, int], list[tuple[int, int, str, int]]] = {}
+    for path, parameter in selected.items():
+        if parameter.numel() == 0 or parameter.device.type == "meta":
+            continue
+        storage = parameter.untyped_storage()
+        extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        begin = parameter.storage_offset() * parameter.element_size()
+        span = (begin, begin + extent * parameter.element_size(), path, id(parameter))
+        spans.setdefault((str(parameter.device), storage.data_ptr()), []).append(span)
+    for group in spans.values():
+        group.sort()
+        for (_, stop, first, one), (start, _, second, other) in zip(group, group[1:], strict=False):
+            if one != other and start < stop:
+                raise SelectionError(
+                    f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one Parameter "
+                    "under two names) or give each its own memory"
+                )
