@@ -1,0 +1,264 @@
+"""All that shardrun shows: lines, tables, JSON documents, the screen of a training run. Nothing else prints.
+
+A reader that goes away (closed pipe, full disk, hung-up terminal) never ends a run: its stream falls silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+SCHEMA_VERSION = 1
+
+
+def line(text: str = "") -> None:
+    """One line on stdout."""
+    _write(text, sys.stdout)
+
+
+def error(text: str) -> None:
+    """One line (or several) on stderr."""
+    _write(text, sys.stderr)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout, as wide as its content."""
+    line(table_text(title, columns, rows))
+
+
+def json_document(document: Mapping[str, Any]) -> None:
+    """One JSON object on one line of stdout, with `schema_version`; NaN and infinities become strings."""
+    line(json.dumps({"schema_version": SCHEMA_VERSION, **_strict_json(document)}, allow_nan=False))
+
+
+def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The text of `table`: cells left-aligned under their heads, numbers right-aligned, nothing wrapped or cut."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, (head, *(row[i] for row in cells)))) for i, head in enumerate(columns)]
+    right = [
+        bool(rows) and all(isinstance(row[i], int | float) and not isinstance(row[i], bool) for row in rows)
+        for i in range(len(columns))
+    ]
+
+    def aligned(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        return ("  " + "  ".join(padded)).rstrip()
+
+    rule = "  " + "  ".join("-" * width for width in widths)
+    return "\n".join([title, aligned(columns), rule, *map(aligned, cells)])
+
+
+def event_lines(event: Mapping[str, Any]) -> list[str]:
+    """The plain lines that one event of a run reads as; the screen and the log of the rank show the same ones."""
+    match event["event"]:
+        case "start":
+            head = "{world_size} rank(s) on {device} ({backend}), {first_step} of {total_steps} steps done".format_map(
+                {"world_size": "?", "device": "?", "backend": "?", "first_step": 0, "total_steps": "?", **event}
+            )
+            tables = [table_text(t["title"], t["columns"], t["rows"]) for t in event.get("tables", ())]
+            return "\n".join([head, *tables]).splitlines()
+        case "resumed":
+            return [f"resumed at step {event['step']} from {event['path']}"]
+        case "step":
+            return [f"step {_of(event)}  {_figures(event)}"]
+        case "eval":
+            figures = [f"{key} {_short(value)}" for key, value in event.items() if key not in ("event", "rank", "step")]
+            return [f"eval at step {event['step']}: {', '.join(figures)}"]
+        case "checkpoint":
+            return [
+                f"saved step {event['step']}: {event['path']} ({_bytes(event['bytes'])}, {_short(event['seconds'])} s)"
+            ]
+        case "warning":
+            return [f"[rank {event.get('rank', 0)}] warning: {text}" for text in str(event["text"]).splitlines()]
+        case "stopping":
+            return [f"{event['signal']}: finishing the step and saving; Ctrl-C (again) stops now without saving"]
+        case "stopped":
+            return [f"stopped at step {event['step']}, saved as {event['path']}"]
+        case "finished" if event.get("already"):
+            return [f"already finished at step {event['step']}: nothing to do"]
+        case "finished":
+            return [f"finished at step {event['step']}"]
+        case _:
+            return str(event.get("text", "")).splitlines()
+
+
+class TrainScreen:
+    """The screen of one training run, fed with the events and the output lines of its ranks.
+
+    A live progress bar on a terminal, plain lines elsewhere; with `json` one JSON object per line on stdout and nothing
+    else there. `steps=False` leaves the step lines out. Use as a context manager: leaving it takes the bar down.
+    """
+
+    def __init__(self, *, json: bool = False, steps: bool = True) -> None:
+        self._json = json
+        self._steps = steps
+        self._live = steps and not json and sys.stdout is not None and sys.stdout.isatty()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TrainScreen:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar down; later lines come out plain."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._live = False
+
+    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
+        """Show one event of `rank`; returns its plain lines, which belong into the log of that rank as well."""
+        lines = event_lines({"rank": rank, **event})
+        if self._json:
+            json_document({"rank": rank, **event})
+        elif event["event"] == "step":
+            self._show_step(event, lines)
+        else:
+            for text in lines:
+                self._show(text)
+        return lines
+
+    def output(self, rank: int, text: str) -> None:
+        """Show one line that the program of `rank` printed, marked with the rank."""
+        if self._json:
+            json_document({"event": "output", "rank": rank, "text": text})
+        else:
+            self._show(f"[rank {rank}] {text}")
+
+    def _show(self, text: str) -> None:
+        if self._progress is None:
+            line(text)
+        else:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _show_step(self, event: Mapping[str, Any], lines: list[str]) -> None:
+        if self._live:
+            if self._progress is None:
+                self._progress, self._task = _progress_bar(event.get("total_steps"))
+            assert self._task is not None
+            self._progress.update(self._task, completed=event["step"], figures=lines[0])
+        elif self._steps:
+            for text in lines:
+                line(text)
+
+
+def _progress_bar(total: int | None) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    progress = Progress(
+        BarColumn(bar_width=10, table_column=Column(min_width=10)),
+        TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True)),
+        console=Console(file=cast(TextIO, _SilentWhenGone(sys.stdout))),
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task = progress.add_task("train", total=total, figures="")
+    progress.start()
+    return progress, task
+
+
+class _SilentWhenGone(io.TextIOBase):
+    """A terminal that may hang up: writes to it never raise. rich writes from a thread of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        _write(text, self._stream, end="")
+        return len(text)
+
+    def flush(self) -> None:
+        _write("", self._stream, end="")
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def _write(text: str, stream: TextIO | None, end: str = "\n") -> None:
+    if stream is None:  # the program was started with this stream closed
+        return
+    try:
+        try:
+            stream.write(text + end)
+        except UnicodeEncodeError:
+            stream.write(text.encode("ascii", "backslashreplace").decode() + end)
+        stream.flush()
+    except (OSError, ValueError):
+        _mute(stream)
+
+
+def _mute(stream: TextIO) -> None:
+    # What is left in the stream's buffer would raise once more when the interpreter closes it.
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _of(event: Mapping[str, Any]) -> str:
+    total = event.get("total_steps")
+    return f"{event['step']}/{total}" if total else str(event["step"])
+
+
+def _figures(event: Mapping[str, Any]) -> str:
+    """The figures of a step event; what an event does not carry is left out."""
+    shown: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "epoch": ("epoch {}", str),
+        "loss": ("loss {}", lambda v: f"{v:.4f}"),
+        "lr": ("lr {}", lambda v: f"{v:.3g}"),
+        "grad_norm": ("norm {}", lambda v: f"{v:.4g}"),
+        "tokens_per_s": ("{} tok/s", lambda v: f"{v:,.0f}"),
+        "memory_mb": ("{} MB", lambda v: f"{v:.0f}"),
+        "eta_s": ("eta {}", _clock),
+    }
+    parts = [frame.format(show(event[key])) for key, (frame, show) in shown.items() if event.get(key) is not None]
+    if event.get("skipped"):
+        parts.append("skipped")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _strict_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
