@@ -1,0 +1,165 @@
+"""manifest.json: canonical JSON that says what a checkpoint holds and what every file of it must hash to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardrun.checkpoint.safe_files import open_inside
+from shardrun.errors import CheckpointError
+
+FORMAT = "shardrun-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+ROLES = ("model", "record", "state")
+
+_MAX_BYTES = 128 << 20
+_HEX = re.compile(r"[0-9a-f]{64}\Z")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\Z")
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one way in which a value is written: sorted keys, no spaces, ASCII, one line. NaN or infinity: ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def sha256(data: bytes) -> str:
+    """sha256 as hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def seal(sections: Mapping[str, Any]) -> bytes:
+    """The bytes of manifest.json: format, version and `sections`, and a digest over all of these."""
+    body = {**sections, "format": FORMAT, "version": VERSION}
+    return canonical_json({**body, "digest": sha256(canonical_json(body))}) + b"\n"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can be a file or folder name in a checkpoint: letters, digits, and . _ + - but not first."""
+    return _NAME.match(name) is not None
+
+
+def is_safe_path(path: Any) -> bool:
+    """Whether `path` is relative, has plain names only, and is written in one way only."""
+    return isinstance(path, str) and str(PurePosixPath(path)) == path and all(map(is_plain_name, path.split("/")))
+
+
+def read_manifest(checkpoint: Path) -> tuple[dict[str, Any], str]:
+    """The manifest of a checkpoint folder and the sha256 of its file. CheckpointError names what is wrong with it."""
+    raw = _read_raw(checkpoint)
+    try:
+        return parse_manifest(raw), sha256(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: {error}") from None
+
+
+def _read_raw(checkpoint: Path) -> bytes:
+    with open_inside(checkpoint, MANIFEST) as file:
+        size = file.seek(0, 2)
+        if size > _MAX_BYTES:
+            raise CheckpointError(f"{checkpoint / MANIFEST}: {size:,} bytes; a manifest has at most {_MAX_BYTES:,}")
+        file.seek(0)
+        return file.read(_MAX_BYTES)
+
+
+def parse_manifest(raw: bytes) -> dict[str, Any]:
+    """A manifest from its bytes, every field that this room relies on checked. CheckpointError otherwise."""
+    try:
+        found = json.loads(raw.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except RecursionError:
+        raise CheckpointError("nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"not JSON as shardrun writes it: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CheckpointError(f"not a manifest of format {FORMAT}")
+    if found.get("version") != VERSION:
+        raise CheckpointError(f"format version {found.get('version')!r}; this shardrun reads version {VERSION}")
+    claimed = found.get("digest")
+    if claimed != sha256(canonical_json({k: v for k, v in found.items() if k != "digest"})):
+        raise CheckpointError(f"its content does not match its own digest {claimed!r}")
+    if canonical_json(found) + b"\n" != raw:
+        raise CheckpointError("not in canonical form: it was changed after it was written")
+    _check_fields(found)
+    return found
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _no_constants(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
+
+
+def _check_fields(found: dict[str, Any]) -> None:
+    for key in ("step", "sequence", "saved_at"):
+        if not _is_count(found.get(key)):
+            raise CheckpointError(f"{key} is {found.get(key)!r}, not a whole number")
+    topology = found.get("topology")
+    if not isinstance(topology, dict) or not _is_count(topology.get("world_size"), 1):
+        raise CheckpointError("topology.world_size is missing or not a whole number")
+    for key in ("groups", "model", "aliases"):
+        if not isinstance(found.get(key), dict):
+            raise CheckpointError(f"{key} is missing or not a mapping")
+    if not isinstance(found.get("files"), list):
+        raise CheckpointError("files is missing or not a list")
+    _check_names(found)
+    for entry in found["files"]:
+        _check_entry(entry, topology["world_size"], found["groups"])
+
+
+def _check_names(found: dict[str, Any]) -> None:
+    for name, spec in found["model"].items():
+        if not _is_spec(spec):
+            raise CheckpointError(f"model: {name} is {spec!r}, not [dtype, shape]")
+    for alias, name in found["aliases"].items():
+        if name not in found["model"] or alias in found["model"]:
+            raise CheckpointError(f"aliases: {alias} -> {name!r}, which is no tensor of the model")
+    for name, group in found["groups"].items():
+        if not is_plain_name(name) or not isinstance(group, dict):
+            raise CheckpointError(f"groups: {name!r} is not a group")
+    paths = [
+        str(entry["path"]) if isinstance(entry, dict) and "path" in entry else str(entry) for entry in found["files"]
+    ]
+    if len(set(paths)) != len(paths):
+        raise CheckpointError("files: a path stands twice")
+
+
+def _is_spec(spec: Any) -> bool:
+    return (
+        isinstance(spec, list)
+        and len(spec) == 2
+        and isinstance(spec[0], str)
+        and isinstance(spec[1], list)
+        and all(map(_is_count, spec[1]))
+    )
+
+
+def _check_entry(entry: Any, world_size: int, groups: dict[str, Any]) -> None:
+    if not isinstance(entry, dict) or not is_safe_path(entry.get("path")) or entry["path"] == MANIFEST:
+        path = entry.get("path") if isinstance(entry, dict) else entry
+        raise CheckpointError(f"files: {path!r} is not a path inside a checkpoint")
+    where = f"files: {entry['path']}"
+    if not _is_count(entry.get("bytes")) or not isinstance(entry.get("sha256"), str) or not _HEX.match(entry["sha256"]):
+        raise CheckpointError(f"{where}: bytes or sha256 is missing or malformed")
+    if entry.get("role") not in ROLES or not _is_count(entry.get("rank")) or entry["rank"] >= world_size:
+        raise CheckpointError(f"{where}: role {entry.get('role')!r}, rank {entry.get('rank')!r} cannot be")
+    if entry["role"] != "record":
+        return
+    fragments = entry.get("fragments")
+    if entry.get("group") not in groups or not isinstance(fragments, dict):
+        raise CheckpointError(f"{where}: group or fragments is missing or malformed")
+    for path, held in fragments.items():
+        if not isinstance(held, list) or len(held) != 2 or not all(map(_is_count, held)) or held[0] >= held[1]:
+            raise CheckpointError(f"{where}: fragment {path} is {held!r}, not [start, stop]")

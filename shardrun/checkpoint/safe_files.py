@@ -1,0 +1,49 @@
+"""Opening and listing what somebody else may have put there: no link is followed, nothing but plain files is read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from shardrun.errors import CheckpointError
+
+
+def open_inside(root: Path, relative: str) -> BinaryIO:
+    """The regular file `relative` below `root`, open for reading, unbuffered; no part of `relative` may be a link.
+
+    The folder `root` itself may be reached through links: where it stands is the user's affair.
+    """
+    *folders, name = relative.split("/")
+    opened = []
+    try:
+        here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.append(here)
+        for folder in folders:
+            here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            opened.append(here)
+        # O_NONBLOCK: a pipe in the place of a file must not hold the reader.
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
+    except OSError as error:
+        raise CheckpointError(f"{root / relative}: cannot be opened: {error.strerror}") from error
+    finally:
+        for one in opened:
+            os.close(one)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{root / relative}: is not a regular file")
+    return open(descriptor, "rb", buffering=0)
+
+
+def list_tree(root: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """(relative path, status) of everything below `root` that is not a folder, in order; links are not followed."""
+    with os.scandir(root / below if below else root) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        relative = f"{below}/{entry.name}" if below else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from list_tree(root, relative)
+        else:
+            yield relative, entry.stat(follow_symlinks=False)

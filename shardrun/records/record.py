@@ -1,0 +1,33 @@
+"""A rank's slices of optimizer state, together with the contract and the topology that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+RECORD_VERSION = 1
+
+
+@dataclass
+class Zero2Record:
+    """Optimizer state of one rank, by path; what `SelectedZero2.to_record` gives and `load_record` takes.
+
+    `meta` is plain JSON: version, group, rank, world_size, contract, layout, optimizer, numerics, and `fragments`,
+    path -> [start, stop]: which elements of the flattened parameter this rank holds.
+
+    `tensors` are named "<path>/<key>", key being what torch.optim calls it (exp_avg, momentum_buffer, ...) or "master".
+    Per element: 1-D, (stop - start,), valid elements only, never padding. Per parameter (step, mu_product, ...): 0-dim;
+    every holder of a fragment may carry it, equal on all of them; on disk it is kept once, by the rank whose fragment
+    starts at 0. A parameter that has had no update has no tensors (but "master").
+    """
+
+    meta: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def record_key(name: str) -> tuple[str, str]:
+    """(path, key) of a record's tensor name; paths are dotted and hold no slash."""
+    path, _, key = name.rpartition("/")
+    return path, key
