@@ -1,0 +1,143 @@
+"""What a failing worker leaves behind for its launcher: the true cause, in the user's own file where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import site
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError
+from shardrun.run.status import Status
+
+_JOINT = re.compile(r"^rank (\d+): ", re.MULTILINE)
+_OWN = str(Path(__file__).resolve().parents[1])
+_FOREIGN = tuple(
+    os.path.join(os.path.realpath(folder), "")
+    for folder in {
+        _OWN,
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+        *(site.getsitepackages() if hasattr(site, "getsitepackages") else ()),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's error. `follow_up`: it failed because a peer did. `expected`: raised by shardrun on purpose."""
+
+    rank: int
+    step: int
+    phase: str
+    collective: int
+    exit_code: int
+    type: str
+    message: str
+    file: str | None
+    line: int | None
+    frames: tuple[str, ...]
+    traceback: str
+    follow_up: bool
+    expected: bool
+    time: float
+
+
+def describe(error: BaseException, rank: int, status: Status) -> Failure:
+    """The failure that `error` means on `rank`."""
+    cause = _true_cause(error, rank)
+    frames = _frames(cause)
+    file, line = frames[-1][:2] if frames else (None, None)
+    if isinstance(cause, SyntaxError) and cause.filename:
+        file, line = cause.filename, cause.lineno
+    left = isinstance(cause, SystemExit)
+    return Failure(
+        rank=rank,
+        step=status.step,
+        phase=status.phase,
+        collective=status.collective,
+        # A code that user code chose for itself would be read as one of shardrun's own.
+        exit_code=1 if left else getattr(cause, "exit_code", 1),
+        type=type(cause).__name__,
+        message=_left_with(cause) if isinstance(cause, SystemExit) else str(cause),
+        file=file,
+        line=line,
+        frames=tuple(f"{name}:{number} in {function}" for name, number, function in frames[-6:]),
+        traceback="".join(traceback.format_exception(error)),
+        follow_up=_follows(error, rank),
+        expected=isinstance(cause, ShardrunError),
+        time=time.time(),
+    )
+
+
+def write(failure: Failure, path: Path) -> None:
+    """Write `failure` so that a reader sees all of it or none; a full disk loses it without another error."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(asdict(failure)))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Failure | None:
+    """The failure in `path`; None if there is none."""
+    try:
+        fields = json.loads(path.read_text())
+        return Failure(**{**fields, "frames": tuple(fields["frames"])})
+    except FileNotFoundError:
+        return None
+
+
+def _left_with(error: SystemExit) -> str:
+    if error.code is None or isinstance(error.code, int):
+        return f"sys.exit({error.code if error.code is not None else ''})"
+    return str(error.code)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _true_cause(error: BaseException, rank: int) -> BaseException:
+    """The error that this rank brought into an agreement; the joint error of all ranks is raised from it."""
+    if error.__cause__ is not None and str(rank) in _JOINT.findall(str(error)):
+        return error.__cause__
+    return error
+
+
+def _follows(error: BaseException, rank: int) -> bool:
+    """Whether a peer caused it: a failed collective, or an agreement to which only other ranks brought errors."""
+    named = _JOINT.findall(str(error)) if isinstance(error, ShardrunError) else []
+    if named:
+        return str(rank) not in named
+    return any(isinstance(e, CommunicatorError) and not isinstance(e, CallMismatch) for e in _chain(error))
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str]]:
+    """(file, line, function), outermost first: the user's frames in the error or in its causes, else all."""
+    links = [
+        [
+            (frame.f_code.co_filename, number, frame.f_code.co_name)
+            for frame, number in traceback.walk_tb(e.__traceback__)
+        ]
+        for e in _chain(error)
+    ]
+    users = ([frame for frame in frames if _is_user_file(frame[0])] for frames in links)
+    return next(filter(None, users), links[0])
+
+
+def _is_user_file(name: str) -> bool:
+    return not name.startswith("<") and not os.path.realpath(name).startswith(_FOREIGN)
