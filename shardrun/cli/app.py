@@ -1,0 +1,154 @@
+"""The commands, their options and their exit codes. Each command imports its own module only when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from shardrun import __version__, report
+from shardrun.errors import ConfigError, ShardrunError
+
+app = typer.Typer(
+    name="shardrun",
+    help="Train PyTorch models on one or many ranks, and prove that a resumed run is the same run.",
+    epilog="Exit codes: 0 done, 1 training failed, 2 usage or config, 3 checkpoint, 4 verification found a difference, "
+    "5 environment or launch, 6 non-finite value, 75 stopped after saving, 130 interrupted and nothing saved.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Changes to the config, such as train.steps=50 or optimizer.betas=[0.9,0.95].",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine output on stdout.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        report.line(f"shardrun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _desk(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew in another folder.")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although the config changed in meaning.")
+    ] = False,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Go on from an older checkpoint if the newest is damaged.")
+    ] = False,
+    resume_from: Annotated[
+        Path | None, typer.Option(help="Checkpoint or run folder to start from.", show_default=False)
+    ] = None,
+    stop_at: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this update: save, exit 75.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train, or go on with the run if it was started before.
+
+    Trusted networks only: the rendezvous of the ranks has neither authentication nor encryption. Everything stays on
+    the loopback address of this machine unless the config says topology.allow_non_loopback: true.
+
+    A recipe is Python code and is run: use only your own or trusted files.
+
+    Ctrl-C finishes the step, saves and exits with 75; the same command goes on from there.
+    """
+    from shardrun.cli import train as command
+
+    _end(
+        lambda: command.run(
+            config, overrides or [], fresh, accept_changes, allow_fallback, resume_from, stop_at, json=json
+        ),
+        json,
+    )
+
+
+@app.command("inspect-ckpt")
+def inspect_ckpt(
+    path: Annotated[Path, typer.Argument(help="Checkpoint or run folder.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and check its hash.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what is in a checkpoint without loading it."""
+    from shardrun.cli import inspect_ckpt as command
+
+    _end(lambda: command.run(path, verify, json), json)
+
+
+@app.command("verify-resume")
+def verify_resume(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    json: Json = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the scratch folders.")] = False,
+    tamper: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Prove that stop and resume equals never having stopped, bit for bit; exit 4 and the first difference if not."""
+    from shardrun.cli import verify_resume as command
+
+    _end(lambda: command.run(config, overrides or [], json, keep, tamper), json)
+
+
+@app.command()
+def validate(config: ConfigFile, overrides: Overrides = None, json: Json = False) -> None:
+    """Check a config and show it with every default filled in; all problems at once if there are any."""
+    from shardrun.cli import validate as command
+
+    _end(lambda: command.run(config, overrides or [], json), json)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the config, for editors."""
+    from shardrun.cli import schema as command
+
+    _end(command.run, json=False)
+
+
+def _end(run: Callable[[], int], json: bool) -> NoReturn:
+    """Leave with the command's exit code; an error of our own family becomes its message and its code."""
+    try:
+        code = run()
+    except ShardrunError as error:
+        code = error.exit_code
+        _show(error, json)
+    except KeyboardInterrupt:
+        report.error("interrupted")
+        code = 130
+    raise typer.Exit(code)
+
+
+def _show(error: ShardrunError, json: bool) -> None:
+    if isinstance(error, ConfigError):
+        count = len(error.problems)
+        report.error(f"{error}\n{count} problem{'s' if count > 1 else ''} in the config; nothing was started")
+    else:
+        report.error(f"error: {error}")
+    if json:
+        problems = {"problems": error.problems} if isinstance(error, ConfigError) else {}
+        detail = {"type": type(error).__name__, "message": str(error), "exit_code": error.exit_code, **problems}
+        report.json_document({"error": detail})

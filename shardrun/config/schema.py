@@ -1,0 +1,224 @@
+"""What a config may say: one pydantic model per section.
+
+The models hold plain numbers and texts. What a value means to torch is the business of `run.build`. The text under a
+key is its description in the JSON schema that editors show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from shardrun.config.optimizers import Optimizer
+from shardrun.config.section import Broken, Count, Fraction, Natural, Patterns, Section, rule_error
+
+SPANS = ("steps", "epochs", "tokens")
+
+
+class Run(Section):
+    """Name, folder and randomness of the run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "run"
+    """Name of the run; the config file's name if not given."""
+    dir: Annotated[Path, Field(strict=False)] = Path("runs/run")
+    """Folder of the run, relative to where the command is started; runs/<name> if not given."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """All randomness of the run is derived from it."""
+    deterministic: bool = True
+    """Only deterministic kernels: the same config on the same machine gives the same bits."""
+
+
+class Select(Section):
+    """The parameters that are trained; all others are frozen."""
+
+    include: Patterns = ("*",)
+    """Globs over dotted parameter paths, or re:... for a regular expression."""
+    exclude: Patterns = ()
+    """Taken out of what include matched."""
+
+
+class Schedule(Section):
+    """The learning rate over the updates."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: Natural = 0
+    """Updates over which the rate rises linearly to optimizer.lr."""
+    min_lr_ratio: Fraction = 0.0
+    """The rate at the end, as a share of optimizer.lr."""
+    total_steps: Count | None = None
+    """Updates until the end of the shape; null: the run's length."""
+
+
+class Train(Section):
+    """How long and in which portions."""
+
+    steps: Count | None = None
+    """Length of the run in updates. Give exactly one of steps, epochs and tokens."""
+    epochs: Count | None = None
+    """Length of the run in passes over the data."""
+    tokens: Count | None = None
+    """Length of the run in tokens (or samples: what the recipe's loss counts)."""
+    micro_batch_size: Count
+    """Samples that go through the model at once on one rank."""
+    global_batch_size: Count
+    """Samples per update over all ranks; a multiple of micro_batch_size. The rest is gradient accumulation."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip the global gradient norm to this; null: no clipping."""
+    missing_gradients: Literal["zero", "error"] = "zero"
+    """A selected parameter without a gradient counts as zeros, or refuses the step."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """On a NaN or infinite gradient: stop (exit 6), or skip the update on all ranks."""
+    activation_checkpointing: Patterns = ()
+    """Globs over module paths whose activations are computed again in backward."""
+
+    @classmethod
+    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
+        """One length, and whole micro-batches."""
+        lengths = [key for key in SPANS if given.get(key) is not None]
+        if not lengths:
+            yield Broken("steps", "the run has no length; give one of steps, epochs and tokens")
+        for extra in lengths[1:]:
+            yield Broken(extra, f"given besides {lengths[0]}; a run has one length (set the other to null)")
+        micro, whole = given.get("micro_batch_size"), given.get("global_batch_size")
+        if type(micro) is int and type(whole) is int and micro >= 1 and whole >= 1 and whole % micro:
+            yield Broken("global_batch_size", f"{whole} is no multiple of train.micro_batch_size, which is {micro}")
+
+
+class Data(Section):
+    """Order and fetching of the samples."""
+
+    shuffle: bool = True
+    """A new order in every epoch, derived from the seed."""
+    workers: Natural = 0
+    """Loader processes per rank; 0: in the worker itself."""
+    prefetch: Count = 2
+    """Micro-batches fetched ahead by each loader process."""
+    drop_last: bool = False
+    """Leave out the samples of an epoch that do not fill a global batch."""
+
+
+class Precision(Section):
+    """Number formats."""
+
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """Format of the model's parameters."""
+    master_weights: bool = True
+    """Keep fp32 masters of 16-bit parameters in the optimizer state."""
+    autocast: Literal["none", "bf16"] = "none"
+    """Run matrix products in bf16 and keep the parameters as they are."""
+
+
+class Topology(Section):
+    """The ranks and how they talk."""
+
+    world_size: Annotated[int, Field(ge=1, le=2**16)] = 1
+    """Number of ranks, one process each."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl with one GPU per rank where GPUs are, gloo elsewhere."""
+    timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 1800.0
+    """Seconds that a rank waits for the others."""
+    threads_per_rank: Annotated[int, Field(ge=1, le=1024)] = 1
+    """CPU threads of torch per rank. Part of the numerics."""
+    allow_non_loopback: bool = False
+    """Leave this machine. Trusted networks only: the rendezvous has neither authentication nor encryption."""
+    sync_unselected: bool = False
+    """At start, broadcast unselected parameters and buffers that differ between ranks; else refuse."""
+
+
+class Checkpoint(Section):
+    """When to save and what to keep."""
+
+    every: Count | None = None
+    """Updates between saves; null: at the end only."""
+    keep: Count = 2
+    """Checkpoints that stay."""
+    resume: Literal["auto", "required"] = "auto"
+    """auto: go on if there is something to go on from; required: else it is an error."""
+
+
+class Log(Section):
+    """What is written while training."""
+
+    every: Count = 1
+    """Updates between log lines."""
+    stdout: bool = True
+    """Show progress on the screen as well."""
+
+
+class Eval(Section):
+    """Validation on the recipe's val split."""
+
+    every: Count | None = None
+    """Updates between validations; null: not during training."""
+    at_end: bool = True
+    """Validate after the last update."""
+    max_samples: Count | None = None
+    """Use only the first samples of the split."""
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise rule_error(f"{value} is not finite and cannot be handed to the workers")
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _finite(item)
+    return value
+
+
+class Config(Section):
+    """A training run of shardrun."""
+
+    run: Run = Run()
+    recipe: Annotated[str, Field(min_length=1)]
+    """What is trained: a Python file (relative to this file) or an importable module."""
+    recipe_args: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default={})
+    """Arguments of the recipe, checked against its own Args."""
+    init_from: Annotated[Path, Field(strict=False)] | None = None
+    """A plain .safetensors file with the parameters to start from (relative to this file)."""
+    select: Select = Select()
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    train: Train
+    data: Data = Data()
+    precision: Precision = Precision()
+    topology: Topology = Topology()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    eval: Eval = Eval()
+
+
+# Nothing under these keys changes what is trained.
+_NO_MEANING = {
+    "run.name", "run.dir", "log", "checkpoint", "eval",
+    "topology.timeout_s", "topology.allow_non_loopback", "data.workers", "data.prefetch",
+}  # fmt: skip
+
+
+def meaning(config: Config) -> dict[str, Any]:
+    """What changes results, as a flat dict of dotted keys and JSON values; two runs mean the same if it is equal.
+
+    Files count by name, because a run may move to another folder. The length of a run counts only where the schedule
+    is stretched over it: a run at a constant rate may simply be made longer.
+    """
+    document = config.model_dump(mode="json")
+    document["recipe"] = Path(config.recipe).name if config.recipe.endswith(".py") else config.recipe
+    document["init_from"] = config.init_from and config.init_from.name
+    if config.schedule.name == "constant" or config.schedule.total_steps is not None:
+        for key in SPANS:
+            del document["train"][key]
+    return dict(_flat(document, ""))
+
+
+def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if name in _NO_MEANING:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value

@@ -1,0 +1,87 @@
+"""What all sections share: unknown keys forbidden, no silent conversions, and every problem reported at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+RULE = "shardrun_rule"  # the type of pydantic errors whose message is already in our own words
+
+
+class Broken(NamedTuple):
+    """A rule between keys that does not hold: the key to point at, and the sentence."""
+
+    key: str
+    text: str
+
+
+class Section(BaseModel):
+    """Base of every section. Frozen; a text is no number, 1.0 is no whole number, NaN and infinity are no numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
+        """Rules between keys, on the values as written (any type), so that one wrong value does not hide them."""
+        yield from ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _every_problem(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        broken = list(cls.rules(given)) if isinstance(given, Mapping) else []
+        problems = [
+            InitErrorDetails(type=rule_error(text), loc=(key,), input=given.get(key, given)) for key, text in broken
+        ]
+        try:
+            section = handler(given)
+        except ValidationError as error:
+            problems[:0] = [_again(detail) for detail in error.errors(include_url=False)]
+        if problems:
+            raise ValidationError.from_exception_data(cls.__name__, problems)
+        return section
+
+
+def rule_error(text: str) -> PydanticCustomError:
+    """A pydantic error with a message of our own. `text` is taken as it is."""
+    return PydanticCustomError(RULE, "{text}", {"text": text})
+
+
+def _again(detail: Any) -> InitErrorDetails:
+    kind = rule_error(detail["msg"]) if detail["type"] == RULE else detail["type"]
+    return InitErrorDetails(type=kind, loc=detail["loc"], input=detail["input"], ctx=detail.get("ctx", {}))
+
+
+def _pattern(text: str) -> str:
+    if not text.removeprefix("re:"):
+        raise rule_error("an empty pattern matches nothing")
+    if text.startswith("re:"):
+        try:
+            re.compile(text[3:])
+        except re.error as error:
+            raise rule_error(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+# A list in the file, a tuple in the model. Only the container is converted; its items stay strict.
+Patterns = Annotated[tuple[Pattern, ...], Field(strict=False)]
+Count = Annotated[int, Field(ge=1, le=2**62)]
+Natural = Annotated[int, Field(ge=0, le=2**62)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
