@@ -193,18 +193,21 @@ class Communicator:
         self.compare("texts", tag)
         return self._texts(text)
 
-    def vote(self) -> bool:
-        """Whether every rank came to this vote. Only `world_size x mine` counts as yes, see CHECKPOINT failure facts.
+    def vote(self) -> None:
+        """Return once every rank has come to this vote: a sum of ones that counts only when it is `world_size`.
 
-        Raises CommunicatorError if the vote itself fails: then another rank may have seen it succeed.
+        Raises CommunicatorError if the vote itself fails: then another rank may have seen it succeed. (A buffer of a
+        failed reduction may still hold the rank's own input, so neither MIN nor MAX could tell.)
         """
         self.require_open()
         if self.world_size == 1:
-            return True
+            return
         ballot = torch.ones(1, dtype=torch.int64, device=self.device)
         with self._guard("vote", ballot):
             dist.all_reduce(ballot)
-        return int(ballot.item()) == self.world_size
+            yes = int(ballot.item())
+            if yes != self.world_size:
+                raise CommunicatorError(f"{yes} of {self.world_size} ranks voted for the commit")
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -228,6 +231,10 @@ class Communicator:
 
         The caller has agreed on size, dtype and order beforehand. A rank that does not contribute counts as zeros.
         """
+        if self.world_size == 1:
+            self.require_open()
+            out.copy_(bucket)
+            return
         with self._guard("reduce", bucket, out):
             self._seam.reduce(bucket, out, contributes=contributes)
 
@@ -236,6 +243,10 @@ class Communicator:
 
         The caller has agreed on size, dtype and order beforehand.
         """
+        if self.world_size == 1:
+            self.require_open()
+            bucket.copy_(own)
+            return
         with self._guard("gather", bucket, own):
             self._seam.gather(bucket, own)
 

@@ -99,8 +99,9 @@ def select_parameters(
             )
         added.append(path)
     selected = {path: parameter for path, parameter in everything.items() if path in chosen or path in added}
-    _refuse_unfit(selected)
     rest = {path: parameter for path, parameter in everything.items() if path not in selected}
+    _refuse_unfit(selected)
+    _refuse_overlap(selected, rest)
     return Selection(selected, rest, {text: len(matched[text]) for text in include}, tuple(added))
 
 
@@ -123,13 +124,12 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
             raise SelectionError(
                 f"select: {path} is trainable and has no elements (shape {tuple(parameter.shape)}); exclude or freeze it"
             )
-    _refuse_overlap(selected)
 
 
-def _refuse_overlap(selected: dict[str, nn.Parameter]) -> None:
-    """Two distinct Parameters on overlapping memory would be updated twice; refuse them by name."""
+def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parameter]) -> None:
+    """Two distinct Parameters on overlapping memory would be updated twice, or torn apart; refuse them by name."""
     spans: dict[tuple[str, int], list[tuple[int, int, str, int]]] = {}
-    for path, parameter in selected.items():
+    for path, parameter in [*selected.items(), *rest.items()]:
         if parameter.numel() == 0 or parameter.device.type == "meta":
             continue
         storage = parameter.untyped_storage()
@@ -140,7 +140,7 @@ def _refuse_overlap(selected: dict[str, nn.Parameter]) -> None:
     for group in spans.values():
         group.sort()
         for (_, stop, first, one), (start, _, second, other) in zip(group, group[1:], strict=False):
-            if one != other and start < stop:
+            if one != other and start < stop and (first in selected or second in selected):
                 raise SelectionError(
                     f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one Parameter "
                     "under two names) or give each its own memory"

@@ -1,0 +1,76 @@
+"""A session: the selected parameters of the real model, replicated and agreed on in a group that the caller owns."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import ContractError
+from shardrun.shard.contract import Contract, first_difference
+from shardrun.shard.selection import Selection
+
+
+class SelectedDataParallel:
+    """Selected parameters, the same on all ranks of `comm`.
+
+    Collective: every rank of the group makes it, with a selection of the same contract (paths, shapes, dtypes, trainable
+    flags, ties; definition order may differ). A difference is raised on every rank as ContractError naming the first
+    differing path and all sides. Then the selected parameters are broadcast from rank 0. Unselected ones are not touched.
+    """
+
+    def __init__(self, comm: Communicator, model: nn.Module, selection: Selection) -> None:
+        self.comm = comm
+        self.model = model
+        self.selection = selection
+        self.contract = selection.contract()
+        self._compare_contracts()
+        self.order = self._root_order()
+        self._broadcast()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Path -> selected Parameter, aliases and frozen ones included, in the model's definition order."""
+        return self.selection.parameters
+
+    def remaining_gradients(self) -> dict[str, Tensor]:
+        """Gradients of unselected parameters: the very same tensor objects."""
+        unselected = self.selection.unselected.items()
+        return {path: parameter.grad for path, parameter in unselected if parameter.grad is not None}
+
+    def parameter_digest(self) -> str:
+        """sha256 (hex) over the selected parameters' bytes, in the order of the contract; local."""
+        digest = hashlib.sha256()
+        for spec in self.contract.distinct():
+            digest.update(spec.path.encode())
+            digest.update(_bytes_of(self.parameters[spec.path].data))
+        return digest.hexdigest()
+
+    def _compare_contracts(self) -> None:
+        found = self.comm.compare("session", "set-up", {"contract": self.contract.digest})
+        if found.differing:
+            contracts = [Contract.from_json(items) for items in self.comm.agree("contract", self.contract.to_json())]
+            raise ContractError(f"the ranks select different parameters: {first_difference(contracts)}")
+
+    def _root_order(self) -> list[str]:
+        """First paths of the distinct trainable parameters, in the root's definition order; nobody else's counts."""
+        first = {spec.path: self.contract.specs[spec.alias].path for spec in self.contract.specs}
+        trainable = {spec.path for spec in self.contract.distinct() if spec.trainable}
+        order = list(dict.fromkeys(first[path] for path in self.parameters if first[path] in trainable))
+        return list(self.comm.agree("definition order", order if self.comm.rank == 0 else None)[0])
+
+    def _broadcast(self) -> None:
+        if self.comm.world_size == 1:
+            return
+        for spec in self.contract.distinct():
+            data = self.parameters[spec.path].data
+            wire = data.contiguous()
+            self.comm.broadcast_(wire, spec.path)
+            if wire.data_ptr() != data.data_ptr():
+                data.copy_(wire)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
