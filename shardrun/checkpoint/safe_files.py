@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from shardrun.errors import CheckpointError
+from shardrun.records.header import regular_file
 
 
 def open_inside(root: Path, relative: str) -> BinaryIO:
@@ -31,10 +31,7 @@ def open_inside(root: Path, relative: str) -> BinaryIO:
     finally:
         for one in opened:
             os.close(one)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{root / relative}: is not a regular file")
-    return open(descriptor, "rb", buffering=0)
+    return regular_file(descriptor, str(root / relative))
 
 
 def list_tree(root: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:

@@ -1,0 +1,46 @@
+"""Between tensors and the bytes of a file."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from shardrun.errors import CheckpointError
+from shardrun.records.header import Entry, TensorBytes
+from shardrun.records.header_parser import DTYPE_NAMES
+
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAMES.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def tensor_bytes(name: str, tensor: Tensor) -> TensorBytes:
+    """How `tensor` (any device, any strides, any shape) is written; it is copied to the CPU when its turn comes.
+
+    CheckpointError if it has no storage to read (meta, sparse, quantized) or a dtype that safetensors cannot hold.
+    """
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.layout != torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"{name}: {tensor.dtype} on {tensor.device}, {tensor.layout}, cannot be stored; "
+            "dense tensors of the usual dtypes can"
+        )
+    return TensorBytes(code, tuple(tensor.shape), lambda: host_bytes(tensor))
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The elements of `tensor` in logical order as bytes on the host; a view where it is one already, else a copy."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().cpu()
+    return as_bytes(flat)
+
+
+def as_bytes(flat: Tensor) -> memoryview:
+    """The storage of a contiguous CPU tensor as bytes, writable; the tensor stays alive as long as the view."""
+    assert sys.byteorder == "little", "safetensors is little-endian"
+    return flat.reshape(-1).view(torch.uint8).numpy().data
+
+
+def fresh_tensor(entry: Entry) -> Tensor:
+    """An uninitialised CPU tensor for what `entry` describes."""
+    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
