@@ -12,13 +12,27 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from shardrun.run.outcome import Outcome, RankEnd
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SCHEMA_VERSION = 1
+_LONGEST_MESSAGE = 20
+_CODES = {
+    1: "training failed",
+    2: "usage or config",
+    3: "checkpoint missing, damaged or unfit",
+    4: "verification found a difference",
+    5: "environment or launch",
+    6: "stopped on a non-finite value",
+    75: "stopped after saving, safe to start again",
+    130: "interrupted, nothing saved",
+}
 
 
 def line(text: str = "") -> None:
@@ -58,13 +72,80 @@ def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     return "\n".join([title, aligned(columns), rule, *map(aligned, cells)])
 
 
+def outcome(result: Outcome, run_dir: Path, again: str, last: Path | None, *, json: bool) -> None:
+    """The end of a run: nothing if all is done, else what happened, and the command `again` that goes on from `last`.
+
+    With `json` one document on stdout says it for machines too.
+    """
+    code = result.exit_code
+    if code == 75 and not json:
+        line(f"go on with: {again}")
+        line(f"exit code 75 ({_CODES[75]})")
+    elif code not in (0, 75):
+        error("\n".join(failure_lines(result, run_dir, again, last)))
+    if json:
+        document: dict[str, Any] = {"event": "exit", "exit_code": code, "reason": result.reason, "again": again}
+        if result.culprit is not None:
+            document |= {"rank": result.culprit.rank, "step": result.culprit.status.step}
+            if (cause := result.culprit.failure) is not None:
+                document |= {"type": cause.type, "message": cause.message, "file": cause.file, "line": cause.line}
+        json_document({**document, "last_checkpoint": last})
+
+
+def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None) -> list[str]:
+    """One screen: what failed where, the true cause once, the other ranks in a line each, where to look, what to do."""
+    lines = [result.reason]
+    culprit = result.culprit
+    if culprit is not None:
+        lines += _cause_lines(culprit)
+        others: dict[str, list[int]] = {}
+        for end in result.ends:
+            if end is not culprit:
+                others.setdefault(_other(end, culprit), []).append(end.rank)
+        for text, ranks in others.items():
+            lines.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
+        lines.append(f"log:             {run_dir / 'logs' / f'rank-{culprit.rank}.log'}")
+    lines.append(f"last checkpoint: {last if last is not None else 'none yet'}")
+    lines.append(f"{'go on with:' if last is not None else 'start again:':<16} {again}")
+    lines.append(f"exit code {result.exit_code} ({_CODES.get(result.exit_code, 'failed')})")
+    return lines
+
+
+def _cause_lines(culprit: RankEnd) -> list[str]:
+    cause = culprit.failure
+    if cause is None or cause.type == "SystemExit":
+        return []
+    message = (cause.message if cause.expected else f"{cause.type}: {cause.message}").splitlines() or [cause.type]
+    if len(message) > _LONGEST_MESSAGE:
+        message = [*message[:_LONGEST_MESSAGE], f"... {len(message) - _LONGEST_MESSAGE} more lines in the log"]
+    frames = [] if cause.expected else [f"  at {frame}" for frame in reversed(cause.frames)]
+    if cause.file is not None and frames and not frames[0].startswith(f"  at {cause.file}:{cause.line} "):
+        frames.insert(0, f"  at {cause.file}:{cause.line}")  # a syntax error lies where no frame is
+    return [f"  {text}" for text in message] + [f"  {frame}" for frame in frames]
+
+
+def _other(end: RankEnd, culprit: RankEnd) -> str:
+    if end.done:
+        return "had finished"
+    if end.failure is None:
+        return "ended with it"
+    if culprit.failure is not None and end.failure.message == culprit.failure.message:
+        return "the same error"
+    if end.follows:
+        return f"freed by it ({end.failure.phase} of step {end.failure.step})"
+    return f"{end.failure.type}: {(end.failure.message.splitlines() or [''])[0]}"
+
+
 def event_lines(event: Mapping[str, Any]) -> list[str]:
     """The plain lines that one event of a run reads as; the screen and the log of the rank show the same ones."""
     match event["event"]:
         case "start":
-            head = "{world_size} rank(s) on {device} ({backend}), {first_step} of {total_steps} steps done".format_map(
-                {"world_size": "?", "device": "?", "backend": "?", "first_step": 0, "total_steps": "?", **event}
-            )
+            ranks, first, total = event["world_size"], event["first_step"], event["total_steps"]
+            head = f"{ranks} rank{'s' if ranks > 1 else ''} on {event['device']} ({event['backend']}), "
+            if total is None:
+                head += f"from step {first + 1}"
+            else:
+                head += f"steps {first + 1} to {total}" if first < total else f"all {total} steps done"
             tables = [table_text(t["title"], t["columns"], t["rows"]) for t in event.get("tables", ())]
             return "\n".join([head, *tables]).splitlines()
         case "resumed":

@@ -32,7 +32,10 @@ _FOREIGN = tuple(
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's error. `follow_up`: it failed because a peer did. `expected`: raised by shardrun on purpose."""
+    """One worker's error. `follow_up`: it failed because a peer did. `expected`: raised by shardrun on purpose.
+
+    `exit_code` is what the run returns for it; `code` is what user code asked for by sys.exit(number).
+    """
 
     rank: int
     step: int
@@ -47,6 +50,7 @@ class Failure:
     traceback: str
     follow_up: bool
     expected: bool
+    code: int | None
     time: float
 
 
@@ -57,22 +61,22 @@ def describe(error: BaseException, rank: int, status: Status) -> Failure:
     file, line = frames[-1][:2] if frames else (None, None)
     if isinstance(cause, SyntaxError) and cause.filename:
         file, line = cause.filename, cause.lineno
-    left = isinstance(cause, SystemExit)
     return Failure(
         rank=rank,
         step=status.step,
         phase=status.phase,
         collective=status.collective,
         # A code that user code chose for itself would be read as one of shardrun's own.
-        exit_code=1 if left else getattr(cause, "exit_code", 1),
+        exit_code=cause.exit_code if isinstance(cause, ShardrunError) else 1,
         type=type(cause).__name__,
-        message=_left_with(cause) if isinstance(cause, SystemExit) else str(cause),
+        message=str(cause),
         file=file,
         line=line,
         frames=tuple(f"{name}:{number} in {function}" for name, number, function in frames[-6:]),
         traceback="".join(traceback.format_exception(error)),
         follow_up=_follows(error, rank),
         expected=isinstance(cause, ShardrunError),
+        code=_left_with(cause),
         time=time.time(),
     )
 
@@ -96,10 +100,10 @@ def read(path: Path) -> Failure | None:
         return None
 
 
-def _left_with(error: SystemExit) -> str:
-    if error.code is None or isinstance(error.code, int):
-        return f"sys.exit({error.code if error.code is not None else ''})"
-    return str(error.code)
+def _left_with(error: BaseException) -> int | None:
+    if not isinstance(error, SystemExit):
+        return None
+    return 0 if error.code is None else error.code if isinstance(error.code, int) else None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -123,7 +127,14 @@ def _follows(error: BaseException, rank: int) -> bool:
     named = _JOINT.findall(str(error)) if isinstance(error, ShardrunError) else []
     if named:
         return str(rank) not in named
-    return any(isinstance(e, CommunicatorError) and not isinstance(e, CallMismatch) for e in _chain(error))
+    return any(_is_failed_collective(link) for link in _chain(error))
+
+
+def _is_failed_collective(error: BaseException) -> bool:
+    if isinstance(error, CommunicatorError):
+        return not isinstance(error, CallMismatch)
+    # torch.distributed's own family, known by name: this room does without torch.
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str]]:

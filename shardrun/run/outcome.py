@@ -1,0 +1,121 @@
+"""How a launched run ended: which rank is the cause, and the exit code."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardrun.errors import Interrupted, StoppedAfterSave
+from shardrun.run.failure import Failure
+from shardrun.run.status import Status
+
+_HINTS = {
+    signal.SIGKILL: "possibly out of memory",
+    signal.SIGABRT: "it aborted itself, often after a failed collective",
+}
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """The end of one worker: `code` as in subprocess (negative: a signal). `ended_by_us`: the launcher killed it."""
+
+    rank: int
+    code: int
+    status: Status
+    failure: Failure | None
+    ended_by_us: bool
+    time: float
+
+    @property
+    def done(self) -> bool:
+        """Whether all its work was done. A crash or a hang while the finished process is torn down loses nothing."""
+        return self.status.done and (self.code == self.status.code or self.code < 0)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it failed because a peer did."""
+        return not self.done and (self.ended_by_us if self.failure is None else self.failure.follow_up)
+
+    @property
+    def when(self) -> float:
+        """When it failed."""
+        return self.time if self.failure is None else self.failure.time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`reason` is one line; `culprit` is None if nothing failed, or if no rank can be named."""
+
+    exit_code: int
+    reason: str
+    culprit: RankEnd | None
+    ends: tuple[RankEnd, ...]
+
+
+def judge(ends: Sequence[RankEnd], total_steps: int | None, *, stopping: bool, interrupted: bool) -> Outcome:
+    """The outcome of a run whose workers came to these `ends`.
+
+    `stopping`: they were asked to save and leave; `interrupted`: they were killed on request.
+    """
+    ends = tuple(sorted(ends, key=lambda end: end.rank))
+    if all(end.done for end in ends):
+        codes = {end.status.code for end in ends}
+        if codes == {0}:
+            return Outcome(0, "done", None, ends)
+        if codes == {StoppedAfterSave.exit_code}:
+            return Outcome(StoppedAfterSave.exit_code, "stopped after saving", None, ends)
+        said = ", ".join(f"rank {end.rank} with {end.status.code}" for end in ends)
+        return Outcome(1, f"the ranks left with different codes: {said}", None, ends)
+    if interrupted:
+        return Outcome(Interrupted.exit_code, "interrupted, nothing saved", None, ends)
+    culprit = _culprit(ends)
+    if stopping and culprit.code == -signal.SIGTERM:
+        return Outcome(Interrupted.exit_code, "interrupted before it could save", None, ends)
+    code = culprit.failure.exit_code if culprit.failure is not None else 1
+    return Outcome(code, _reason(culprit, ends, total_steps), culprit, ends)
+
+
+def _culprit(ends: Sequence[RankEnd]) -> RankEnd:
+    failed = sorted((end for end in ends if not end.done), key=lambda end: end.when)
+    by_itself = [end for end in failed if not end.follows]
+    if by_itself:
+        return by_itself[0]
+    # Every error is a failed collective: the cause is a rank that did not come to it, hence has no error to tell.
+    missing = [end for end in failed if end.failure is None]
+    if missing:
+        return min(missing, key=lambda end: (end.status.collective, end.rank))
+    return failed[0]
+
+
+def _reason(culprit: RankEnd, ends: Sequence[RankEnd], total_steps: int | None) -> str:
+    who, status, failure = f"rank {culprit.rank}", culprit.status, culprit.failure
+    place = f"at step {status.step}, phase {status.phase}"
+    if failure is not None and failure.type == "SystemExit":
+        code = culprit.code if failure.code is None else failure.code
+        text = "" if failure.code is not None else f": {failure.message}"
+        return f"{who} left {_of(status, total_steps)} with code {code}{text}"
+    if failure is not None:
+        return f"{who} failed {place}"
+    if culprit.ended_by_us:
+        return _missing(culprit, ends)
+    if culprit.code < 0:
+        number = -culprit.code
+        hint = _HINTS.get(signal.Signals(number), signal.Signals(number).name)
+        return f"{who} killed by signal {number} ({hint}) {place}"
+    return f"{who} left {_of(status, total_steps)} with code {culprit.code}"
+
+
+def _missing(culprit: RankEnd, ends: Sequence[RankEnd]) -> str:
+    first = min((end for end in ends if end.failure is not None), key=lambda end: end.when)
+    assert first.failure is not None
+    status = culprit.status
+    return (
+        f"rank {culprit.rank} is missing from collective {first.failure.collective} "
+        f"({first.failure.phase} of step {first.failure.step}): it was at step {status.step}, phase {status.phase}, "
+        f"for {max(0.0, first.when - status.since):.0f} s when rank {first.rank} gave up"
+    )
+
+
+def _of(status: Status, total_steps: int | None) -> str:
+    return f"at step {status.step}" + (f" of {total_steps}" if total_steps is not None else "")
