@@ -1,0 +1,50 @@
+"""What one micro-batch and one window cost: the recipe's loss on this rank, and sums over ranks for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrun.comm.communicator import Communicator
+from shardrun.run.build import Built
+
+
+def loss_of(built: Built, batch: Any) -> tuple[Tensor, int | Tensor]:
+    """The loss SUM of a micro-batch and its weight, on this rank's device, under autocast if asked for."""
+    with _autocast(built):
+        return built.recipe.loss(built.model, on_device(batch, built.comm.device), built.world)
+
+
+def _autocast(built: Built) -> AbstractContextManager[object]:
+    if not built.autocast:
+        return nullcontext()
+    return torch.autocast(built.comm.device.type, dtype=torch.bfloat16)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it on `device`; lists, tuples and mappings are gone through."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: on_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch
+
+
+def sum_over_ranks(comm: Communicator, tag: str, loss: float, *counts: int) -> tuple[float, *tuple[int, ...]]:
+    """The float64 `loss` added in rank order, and the integers added exactly; collective."""
+    totals = comm.compare(f"log of {tag}", "", sums=counts).sums
+    own = torch.tensor([loss], dtype=torch.float64, device=comm.device)
+    every = own.new_empty(comm.world_size)
+    comm.gather_slices(every, own)
+    total = 0.0
+    for part in every.tolist():
+        total += part
+    return (total, *totals)

@@ -1,0 +1,150 @@
+"""From a recipe's model to the one that is trained: number format, start weights, selection, freezing, replicas alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CheckpointError, ConfigError, ContractError
+from shardrun.optim.kinds import OptionGroup
+from shardrun.shard.selection import Selection, named_parameters, pattern
+
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model in its number format on the device of this rank; a recipe's meta tensors are refused by name."""
+    meta = [path for path, tensor in named_tensors(model).items() if tensor.device.type == "meta"]
+    if meta:
+        raise ConfigError(f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values")
+    # Only what differs is converted, so that a model that mixes formats on purpose keeps them at fp32.
+    return model.to(device) if dtype == torch.float32 else model.to(device=device, dtype=dtype)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by clean path, aliases included: what a model file holds."""
+    persistent = {path.replace("_orig_mod.", "") for path in model.state_dict()}
+    buffers = {path.replace("_orig_mod.", ""): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
+    kept = {path: buffer for path, buffer in buffers.items() if path in persistent}
+    return {**{path: parameter.data for path, parameter in named_parameters(model)}, **kept}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers by clean path, those that a state_dict leaves out included."""
+    return {path.replace("_orig_mod.", ""): buffer for path, buffer in model.named_buffers()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tensors that have several -> the first in sorted order, which is the one that is stored."""
+    first: dict[tuple[int, torch.Size, tuple[int, ...], int], str] = {}
+    aliases = {}
+    for path, tensor in sorted(named_tensors(model).items()):
+        if tensor.numel() == 0:
+            continue
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size())
+        kept = first.setdefault(key, path)
+        if kept != path:
+            aliases[path] = kept
+    return aliases
+
+
+def init_from(model: nn.Module, path: Path) -> None:
+    """Overwrite all parameters and persistent buffers with those of a plain safetensors file; misfits are all named.
+
+    A tied tensor may be stored under any one of its names. Values are cast to the model's dtypes.
+    """
+    targets, aliases = named_tensors(model), tied_names(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            problems = _init_misfits({name: file.get_slice(name).get_shape() for name in file.keys()}, targets, aliases)
+            if problems:
+                raise CheckpointError(f"init_from: {path} does not fit the model:\n  " + "\n  ".join(problems))
+            for name in file.keys():
+                targets[name].copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise CheckpointError(f"init_from: {path} is no sound safetensors file: {error}") from None
+
+
+def _init_misfits(shapes: Mapping[str, Sequence[int]], targets: Mapping[str, Tensor], aliases: Mapping[str, str]) -> list[str]:
+    problems = [f"{name}: in the file, not in the model" for name in sorted(shapes.keys() - targets.keys())]
+    held = {aliases.get(name, name) for name in shapes}
+    for name, tensor in sorted(targets.items()):
+        if aliases.get(name, name) not in held:
+            problems.append(f"{name}: in the model, not in the file")
+        elif name in shapes and tuple(shapes[name]) != tuple(tensor.shape):
+            problems.append(f"{name}: file {tuple(shapes[name])}, model {tuple(tensor.shape)}")
+    return problems
+
+
+def freeze_unselected(selection: Selection) -> None:
+    """No gradient for what no group selects."""
+    for parameter in selection.unselected.values():
+        parameter.requires_grad_(False)
+
+
+def option_groups(options: Iterable[tuple[Sequence[str], dict[str, float], float]], paths: Sequence[str]) -> list[OptionGroup]:
+    """Option groups over trainable `paths`; the first that matches a path has it, one that matches nothing is refused."""
+    groups = []
+    for number, (patterns, given, lr_scale) in enumerate(options):
+        matched = frozenset(path for path in paths if any(pattern(text).match(path) for text in patterns))
+        if not matched:
+            raise ConfigError(
+                f"optimizer.options.{number}.match: {list(patterns)} matches none of {len(paths)} selected trainable parameters"
+            )
+        groups.append(OptionGroup(matched, given, lr_scale))
+    return groups
+
+
+def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Compute the activations of matching modules again in backward; returns how many. Names stay as they are."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    chosen: set[str] = set()
+    for text in patterns:
+        matched = {path for path in modules if pattern(text).match(path)}
+        if not matched:
+            raise ConfigError(f"train.activation_checkpointing: {text!r} matches none of {len(modules)} modules")
+        chosen |= matched
+    outermost = {p for p in chosen if not any(p.startswith(f"{other}.") for other in chosen)}
+    for path in outermost:
+        module = modules[path]
+        # The instance attribute shadows the method: nothing is wrapped, so no parameter gets another path.
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return len(outermost)
+
+
+def compare_unselected(comm: Communicator, model: nn.Module, selection: Selection, sync: bool) -> int:
+    """Unselected parameters and all buffers must be the same on every rank; collective.
+
+    A difference is refused naming the first tensor, or with `sync` overwritten by rank 0's. Returns how many differed.
+    """
+    replicated = {path: parameter.data for path, parameter in selection.unselected.items()} | named_buffers(model)
+    digests = {path: _digest(tensor) for path, tensor in sorted(replicated.items())}
+    if not comm.compare("unselected", "", {"digests": repr(sorted(digests.items()))}).differing:
+        return 0
+    by_rank = comm.agree("unselected digests", digests)
+    differing = [path for path in sorted(set().union(*by_rank)) if len({held.get(path) for held in by_rank}) > 1]
+    misfits = [p for p in differing if len({str(h.get(p, "absent")).split(":")[0] for h in by_rank}) > 1]
+    if misfits or not sync:
+        first = (misfits or differing)[0]
+        sides = "; ".join(f"rank {rank} has {held.get(first, 'nothing')}" for rank, held in enumerate(by_rank))
+        way_out = "build the same model on every rank" + ("" if misfits else ", or set topology.sync_unselected: true")
+        raise ContractError(f"{first} ({len(differing)} in all) differs between ranks though nothing trains it: {sides}; {way_out}")
+    for path in differing:
+        tensor = replicated[path]
+        wire = tensor.contiguous()
+        comm.broadcast_(wire, path)
+        tensor.copy_(wire)
+    return len(differing)
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() if tensor.numel() else b""
+    return f"{tuple(tensor.shape)} {tensor.dtype}: sha256 {hashlib.sha256(raw).hexdigest()[:16]}"

@@ -1,0 +1,92 @@
+"""One rank of a job: join, build, take up the newest checkpoint, train, leave."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardrun.config.load import from_mapping
+from shardrun.run.build import Built, build, open_communicator
+from shardrun.run.curve import write_curve
+from shardrun.run.metrics import MetricsFile
+from shardrun.run.report_tables import start_tables
+from shardrun.run.state import resume
+from shardrun.run.tether import Tether
+from shardrun.run.trainer import Plan, Trainer
+
+
+def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
+    """Do this rank's part of `job` and return its exit code; raises what went wrong. Every rank calls it."""
+    config = from_mapping(job["config"])
+    _forward_warnings(tether)
+    comm = open_communicator(config)
+    try:
+        trainer: Trainer | None = None
+        comm.observer = lambda phase, collective: tether.status.set(_step_of(trainer), phase, collective)
+        built = build(config, comm)
+        trainer = _trainer(built, job, tether)
+        _start_event(trainer)
+        already = trainer.finished
+        if not already:
+            trainer.run()
+        comm.agree("end of the run")
+        if comm.rank == 0:
+            write_curve(trainer.plan.run_dir)
+            tether.send("finished", step=trainer.progress.step, already=already)
+    finally:
+        comm.close()  # frees peers that wait for this rank
+    return 0
+
+
+def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
+    options, run_dir = job["options"], Path(job["run_dir"])
+    progress, lineage = resume(built, run_dir, options)
+    if built.comm.rank == 0 and lineage.parent is not None:
+        tether.send("resumed", step=progress.step, path=str(lineage.parent))
+    metrics = MetricsFile(run_dir, progress.step) if built.comm.rank == 0 else None
+    plan = Plan(run_dir, stop_at=options.get("stop_at"), saves=options.get("saves", True))
+    return Trainer(built, tether, plan, progress, lineage, metrics)
+
+
+def _start_event(trainer: Trainer) -> None:
+    built, comm = trainer.built, trainer.built.comm
+    tables = start_tables(built)
+    if comm.rank != 0:
+        return
+    trainer.tether.send(
+        "start",
+        world_size=comm.world_size,
+        device=str(comm.device),
+        backend=comm.backend,
+        tables=tables,
+        first_step=trainer.progress.step,
+        total_steps=trainer.total_steps,
+    )
+    for note in built.notes:
+        trainer.tether.send("note", text=note)
+
+
+def _step_of(trainer: Trainer | None) -> int:
+    return 0 if trainer is None else trainer.progress.step + 1
+
+
+def _forward_warnings(tether: Tether) -> None:
+    """A warning on any rank reaches the screen once, marked with its rank, and this rank's log."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        tether.send("warning", text=f"{category.__name__}: {message} ({filename}:{lineno})")
+
+    warnings.showwarning = show  # type: ignore[assignment]
+
+
+def main() -> int:
+    """Entry of a process that shardrun's launcher started."""
+    tether = Tether.from_env()
+    return tether.run(lambda tied: run_worker(tied.job(), tied))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
