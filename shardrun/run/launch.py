@@ -139,14 +139,18 @@ class _Run:
             self._total_steps = event.get("total_steps", self._total_steps)
             self._nothing_to_do |= event["event"] == "finished" and event.get("already", False)
             if event["event"] not in _TALK:
-                worker.log.release()
+                self._release_logs()
             self._write_log(worker, self._screen.event(worker.rank, event))
 
     def _write_log(self, worker: WorkerProcess, lines: list[str]) -> None:
-        had_problem = worker.log.problem
         worker.log.write(lines)
-        if worker.log.problem and not had_problem:
-            self._screen.event(worker.rank, {"event": "warning", "text": worker.log.problem})
+        if problem := worker.log.take_problem():
+            self._screen.event(worker.rank, {"event": "warning", "text": problem})
+
+    def _release_logs(self) -> None:
+        for worker in self._workers:
+            worker.log.release()
+            self._write_log(worker, [])
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -189,10 +193,10 @@ class _Run:
         )
         if outcome.exit_code == 0 and self._nothing_to_do:
             return outcome
+        self._release_logs()
         for worker, end in zip(self._workers, outcome.ends, strict=True):
-            worker.log.release()
             if end.failure is not None:
-                worker.log.write(end.failure.traceback.splitlines())
+                self._write_log(worker, end.failure.traceback.splitlines())
         write_exit(self._job.run_dir, outcome)
         return outcome
 

@@ -33,12 +33,13 @@ def _text(line: bytes) -> str:
 
 class RankLog:
     """The log file of one rank, appended to. Lines are held back until `release`, so that a run with nothing to do
-    leaves no trace. A full disk ends the log, never the run; `problem` then says why.
+    leaves no trace. A full disk ends the log, never the run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.problem: str | None = None
+        self._problem: str | None = None
+        self._ended = False
         self._held: list[str] | None = []
         self._file: BinaryIO | None = None
 
@@ -46,14 +47,20 @@ class RankLog:
         """Append `lines`."""
         if self._held is not None:
             self._held += lines
-        elif self.problem is None and lines:
+        elif lines and not self._ended:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._file = self.path.open("ab", buffering=0)
                 self._file.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
             except OSError as error:
-                self.problem = f"{self.path}: {error.strerror}; the log of this rank ends here"
+                self._ended = True
+                self._problem = f"{self.path}: {error.strerror}; the log of this rank ends here"
+
+    def take_problem(self) -> str | None:
+        """Why the log ended, told once."""
+        problem, self._problem = self._problem, None
+        return problem
 
     def release(self) -> None:
         """From here on lines go to the file; those held back go first."""
