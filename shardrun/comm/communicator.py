@@ -72,7 +72,9 @@ class Communicator:
         return Communicator(config.rank, config.world_size, config.backend, device, config.timeout_s)
 
     @staticmethod
-    def from_env(*, backend: str | None = None, timeout_s: float = 1800.0, allow_non_loopback: bool = False) -> Communicator:
+    def from_env(
+        *, backend: str | None = None, timeout_s: float = 1800.0, allow_non_loopback: bool = False
+    ) -> Communicator:
         """Join the world that torchrun's environment describes; NCCL where every local rank has a GPU, else gloo."""
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -126,7 +128,9 @@ class Communicator:
             yield
         except BaseException as error:
             first_line = (str(error) or type(error).__name__).splitlines()[0]
-            cause = f"collective {self.collective} ({what}, phase {self.phase}) failed on rank {self.rank}: {first_line}"
+            cause = (
+                f"collective {self.collective} ({what}, phase {self.phase}) failed on rank {self.rank}: {first_line}"
+            )
             self.poison(cause, (buffers, error))
             if isinstance(error, Exception):
                 raise CommunicatorError(f"communicator closed at {cause}") from error
@@ -142,16 +146,15 @@ class Communicator:
         At most 6 items and 16 sums; sums are int64. Ranks that are in different operations all raise CallMismatch.
         """
         items = items or {}
-        assert len(items) <= MAX_COMPARED and len(sums) <= MAX_SUMS
+        assert len(items) <= MAX_COMPARED
+        assert len(sums) <= MAX_SUMS
         self.require_open()
         if self.world_size == 1:
             return Comparison(list(sums), frozenset())
         call = f"{operation}: {detail}" if detail else operation
         mine = [half for text in (call, *items.values()) for half in hashes(text)]
         total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *mine])
-        seen = [
-            int(not all_equal(total[MAX_SUMS + index], value, self.world_size)) for index, value in enumerate(mine)
-        ]
+        seen = [int(not all_equal(total[MAX_SUMS + index], value, self.world_size)) for index, value in enumerate(mine)]
         saw = self._sum_round(seen)
         if saw[0] or saw[1]:
             calls = self._texts(call)

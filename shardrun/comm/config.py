@@ -57,7 +57,9 @@ class CommunicatorConfig:
         if self.world_size < 1:
             problems.append(f"world_size is {self.world_size}; it must be at least 1")
         elif not 0 <= self.rank < self.world_size:
-            problems.append(f"rank is {self.rank}; with world_size {self.world_size} it must be 0 to {self.world_size - 1}")
+            problems.append(
+                f"rank is {self.rank}; with world_size {self.world_size} it must be 0 to {self.world_size - 1}"
+            )
         if self.local_rank < 0:
             problems.append(f"local_rank is {self.local_rank}; it must be at least 0")
         if self.backend not in ("gloo", "nccl"):

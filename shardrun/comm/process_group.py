@@ -32,7 +32,9 @@ def device_of(config: CommunicatorConfig) -> torch.device:
 def open_process_group(config: CommunicatorConfig) -> None:
     """Join the world as the default process group. Every rank must call it; raises after `timeout_s`."""
     if dist.is_initialized():
-        raise CommunicatorError("this process already has a default process group; a second world cannot be opened beside it")
+        raise CommunicatorError(
+            "this process already has a default process group; a second world cannot be opened beside it"
+        )
     if config.loopback and not (config.agent_store and "GLOO_SOCKET_IFNAME" in os.environ):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     timeout = timedelta(seconds=config.timeout_s)
@@ -46,7 +48,12 @@ def open_process_group(config: CommunicatorConfig) -> None:
     store = _store(config, timeout)
     _check_run_id(config, store)
     dist.init_process_group(
-        config.backend, store=store, rank=config.rank, world_size=config.world_size, timeout=timeout, device_id=device_id
+        config.backend,
+        store=store,
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timeout,
+        device_id=device_id,
     )
 
 
@@ -94,4 +101,6 @@ def _check_run_id(config: CommunicatorConfig, store: dist.Store) -> None:
         store.set("shardrun/run_id", config.run_id)
     found = store.get("shardrun/run_id").decode()
     if found != config.run_id:
-        raise LaunchError(f"the rendezvous belongs to run {found!r}, this rank is of run {config.run_id!r}: check the address and port")
+        raise LaunchError(
+            f"the rendezvous belongs to run {found!r}, this rank is of run {config.run_id!r}: check the address and port"
+        )

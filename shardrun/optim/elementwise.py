@@ -7,6 +7,7 @@ the live slices with the same reduced gradient. Chunks are cut at multiples of 2
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,10 +214,19 @@ class SliceOptimizer:
             if made is not None and key in piece.state and made is not piece.state[key]:
                 state[key] = piece.state[key].copy_(made)
 
+    def described(self) -> list[dict[str, Any]]:
+        """Options per option group as plain JSON, the base rate left out: schedules change it."""
+        groups = [
+            {**{key: value for key, value in options.items() if key != "lr"}, "lr_scale": scale}
+            for options, scale in zip(self.options, self.lr_scales, strict=True)
+        ]
+        plain: list[dict[str, Any]] = json.loads(json.dumps(groups))
+        return plain
+
     # ---- records -----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """"<path>/<key>" -> a copy of this rank's fragment (1-D) or of the parameter's scalar (0-dim)."""
+        """ "<path>/<key>" -> a copy of this rank's fragment (1-D) or of the parameter's scalar (0-dim)."""
         parts: dict[str, list[Tensor]] = {}
         scalars: dict[str, Tensor] = {}
         for piece in (piece for pieces in self._pieces for piece in pieces):

@@ -90,4 +90,6 @@ def resolve_fused(fused: bool | None, options: Mapping[str, Any], device: torch.
     """Whether the fused kernel is used: as asked for, or wherever torch has one for this device and these options."""
     if fused is not None:
         return fused
-    return device.type in ("cpu", "cuda") and not any(options.get(k) for k in ("foreach", "capturable", "differentiable"))
+    return device.type in ("cpu", "cuda") and not any(
+        options.get(k) for k in ("foreach", "capturable", "differentiable")
+    )

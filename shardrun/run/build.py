@@ -126,9 +126,7 @@ def _optimizer(config: Config, session: SelectedDataParallel) -> SelectedZero2:
         [(g.match, g.model_dump(exclude={"match", "lr_scale"}, exclude_none=True), g.lr_scale) for g in asked.options],
         session.order,
     )
-    return SelectedZero2(
-        session, asked.name, option_groups=groups, masters=config.precision.master_weights, **options
-    )
+    return SelectedZero2(session, asked.name, option_groups=groups, masters=config.precision.master_weights, **options)
 
 
 def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:

@@ -24,7 +24,9 @@ def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> n
     """The model in its number format on the device of this rank; a recipe's meta tensors are refused by name."""
     meta = [path for path, tensor in named_tensors(model).items() if tensor.device.type == "meta"]
     if meta:
-        raise ConfigError(f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values")
+        raise ConfigError(
+            f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values"
+        )
     # Only what differs is converted, so that a model that mixes formats on purpose keeps them at fp32.
     return model.to(device) if dtype == torch.float32 else model.to(device=device, dtype=dtype)
 
@@ -64,16 +66,18 @@ def init_from(model: nn.Module, path: Path) -> None:
     targets, aliases = named_tensors(model), tied_names(model)
     try:
         with safe_open(path, framework="pt") as file:
-            problems = _init_misfits({name: file.get_slice(name).get_shape() for name in file.keys()}, targets, aliases)
+            problems = _init_misfits({name: file.get_slice(name).get_shape() for name in file}, targets, aliases)
             if problems:
                 raise CheckpointError(f"init_from: {path} does not fit the model:\n  " + "\n  ".join(problems))
-            for name in file.keys():
+            for name in file:
                 targets[name].copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"init_from: {path} is no sound safetensors file: {error}") from None
 
 
-def _init_misfits(shapes: Mapping[str, Sequence[int]], targets: Mapping[str, Tensor], aliases: Mapping[str, str]) -> list[str]:
+def _init_misfits(
+    shapes: Mapping[str, Sequence[int]], targets: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> list[str]:
     problems = [f"{name}: in the file, not in the model" for name in sorted(shapes.keys() - targets.keys())]
     held = {aliases.get(name, name) for name in shapes}
     for name, tensor in sorted(targets.items()):
@@ -90,7 +94,9 @@ def freeze_unselected(selection: Selection) -> None:
         parameter.requires_grad_(False)
 
 
-def option_groups(options: Iterable[tuple[Sequence[str], dict[str, float], float]], paths: Sequence[str]) -> list[OptionGroup]:
+def option_groups(
+    options: Iterable[tuple[Sequence[str], dict[str, float], float]], paths: Sequence[str]
+) -> list[OptionGroup]:
     """Option groups over trainable `paths`; the first that matches a path has it, one that matches nothing is refused."""
     groups = []
     for number, (patterns, given, lr_scale) in enumerate(options):
@@ -136,7 +142,9 @@ def compare_unselected(comm: Communicator, model: nn.Module, selection: Selectio
         first = (misfits or differing)[0]
         sides = "; ".join(f"rank {rank} has {held.get(first, 'nothing')}" for rank, held in enumerate(by_rank))
         way_out = "build the same model on every rank" + ("" if misfits else ", or set topology.sync_unselected: true")
-        raise ContractError(f"{first} ({len(differing)} in all) differs between ranks though nothing trains it: {sides}; {way_out}")
+        raise ContractError(
+            f"{first} ({len(differing)} in all) differs between ranks though nothing trains it: {sides}; {way_out}"
+        )
     for path in differing:
         tensor = replicated[path]
         wire = tensor.contiguous()

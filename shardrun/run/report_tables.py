@@ -39,9 +39,7 @@ def _option_groups(built: Built) -> Table:
         lr = zero2.slice_optimizer.base_lr * zero2.slice_optimizer.lr_scales[group]
         decay = options.get("weight_decay", 0.0)
         kernel = "fused" if options["fused"] else "plain"
-        rows.append(
-            [group, len(paths), f"{sum(specs[p].numel for p in paths):,}", f"{lr:g}", f"{decay:g}", kernel]
-        )
+        rows.append([group, len(paths), f"{sum(specs[p].numel for p in paths):,}", f"{lr:g}", f"{decay:g}", kernel])
     title = f"{zero2.kind.name} under zero2"
     return {"title": title, "columns": ["group", "tensors", "elements", "lr", "weight decay", "kernel"], "rows": rows}
 

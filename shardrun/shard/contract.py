@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Contract:
     def of(specs: Iterable[ParameterSpec]) -> Contract:
         """A contract from specs that are already sorted by path."""
         ordered = tuple(specs)
-        assert all(a.path < b.path for a, b in zip(ordered, ordered[1:], strict=False))
+        assert all(a.path < b.path for a, b in itertools.pairwise(ordered))
         return Contract(ordered)
 
     def distinct(self) -> list[ParameterSpec]:
@@ -58,9 +59,7 @@ class Contract:
     def from_json(items: list[dict[str, Any]]) -> Contract:
         """The inverse of `to_json`."""
         return Contract(
-            tuple(
-                ParameterSpec(i["path"], tuple(i["shape"]), i["dtype"], i["trainable"], i["alias"]) for i in items
-            )
+            tuple(ParameterSpec(i["path"], tuple(i["shape"]), i["dtype"], i["trainable"], i["alias"]) for i in items)
         )
 
     @property

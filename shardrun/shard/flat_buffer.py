@@ -54,18 +54,14 @@ class FlatBuffers:
     the step: our view, another tensor (copied in), or None (absent).
     """
 
-    def __init__(
-        self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int
-    ) -> None:
+    def __init__(self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
         self.layout = layout
         self.buckets: list[FlatBucket] = []
         self._held: list[_Held] = []
         self._sixteen_bit: list[Tensor] = []
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
-        self._hooks = [
-            held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad)) for held in self._held
-        ]
+        self._hooks = [held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad)) for held in self._held]
 
     @property
     def paths(self) -> list[str]:

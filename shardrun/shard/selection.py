@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,9 +70,7 @@ def pattern(text: str) -> re.Pattern[str]:
         raise SelectionError(f"select: {text!r} is not a regular expression: {error}") from None
 
 
-def select_parameters(
-    model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
-) -> Selection:
+def select_parameters(model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> Selection:
     """Select parameters by dotted path: `include` first, then `exclude`. Local; the session compares all ranks.
 
     Patterns are globs (`blocks.*.bias`; `*` also crosses dots) or `re:` expressions. A pattern that matches nothing is
@@ -139,7 +138,7 @@ def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parame
         spans.setdefault((str(parameter.device), storage.data_ptr()), []).append(span)
     for group in spans.values():
         group.sort()
-        for (_, stop, first, one), (start, _, second, other) in zip(group, group[1:], strict=False):
+        for (_, stop, first, one), (start, _, second, other) in itertools.pairwise(group):
             if one != other and start < stop and (first in selected or second in selected):
                 raise SelectionError(
                     f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one Parameter "

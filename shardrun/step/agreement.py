@@ -91,7 +91,10 @@ def agree_window(
     weight = 0 if problems else integer_weight(request.weight)
     bitmap = "".join("1" if here else "0" for here in pending.present)
     found = comm.compare(
-        call, f"layout {layout}", {"terms": request.terms(), "presence": bitmap}, [weight, int(weight > 0), len(problems)]
+        call,
+        f"layout {layout}",
+        {"terms": request.terms(), "presence": bitmap},
+        [weight, int(weight > 0), len(problems)],
     )
     global_weight, contributors, failures = found.sums
     if failures:
@@ -107,7 +110,9 @@ def agree_window(
     elif contributors:
         _refuse_missing(call, request, paths, {None: bitmap})
     if request.mode == "mean" and global_weight == 0:
-        raise EmptyWindowError(f"{call} refused before the update: the global weight is 0, no rank has a sample or token")
+        raise EmptyWindowError(
+            f"{call} refused before the update: the global weight is 0, no rank has a sample or token"
+        )
     present = {path: any(text[k] == "1" for text in bitmaps) for k, path in enumerate(paths)}
     return Window(global_weight, weight > 0, present)
 
@@ -124,6 +129,4 @@ def _refuse_missing(call: str, request: Request, paths: Sequence[str], bitmaps: 
         if absent:
             who = "no rank has a gradient for" if rank is None else f"rank {rank} has no gradient for"
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            raise StepRefused(
-                f"{call} refused before the update: {who} {absent[0]}{more} (missing_gradients: error)"
-            )
+            raise StepRefused(f"{call} refused before the update: {who} {absent[0]}{more} (missing_gradients: error)")

@@ -31,7 +31,9 @@ def transaction(comm: Communicator, step: int) -> Iterator[None]:
         raise  # agreed by all ranks
     except BaseException as error:
         if comm.world_size > 1:  # the others wait for this rank: closing the connections frees them
-            comm.poison(f"rank {comm.rank} failed in phase {comm.phase} of step {step}: {type(error).__name__}: {error}")
+            comm.poison(
+                f"rank {comm.rank} failed in phase {comm.phase} of step {step}: {type(error).__name__}: {error}"
+            )
         if not isinstance(error, Exception):
             raise
         raise _failed(comm, step, error) from error

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrun.errors import ContractError, NonFiniteError, SelectionError, UsageError
+from shardrun.errors import ContractError, NonFiniteError
 from shardrun.optim.elementwise import CHUNK_NUMEL, SliceOptimizer, SliceTensors
-from shardrun.optim.kinds import OptionGroup, elementwise, group_of
+from shardrun.optim.kinds import OptionGroup, elementwise
 from shardrun.records.fit import violations
 from shardrun.records.record import RECORD_VERSION, Zero2Record
-from shardrun.shard.flat_buffer import FlatBucket, FlatBuffers
-from shardrun.shard.layout import Entry, FlatLayout, plan_layout
+from shardrun.shard.flat_buffer import FlatBuffers
 from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agree_window
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
+from shardrun.step.slices import agree_layout, make_slice, master_views, tensor_misfits
 from shardrun.step.transaction import transaction
 
 __all__ = ["MissingGradientPolicy", "SelectedZero2", "StepResult"]
@@ -40,17 +38,6 @@ class StepResult:
     """Gradients of unselected parameters, the very same tensor objects."""
     absent: tuple[str, ...]
     """Selected trainable parameters without a gradient on any contributing rank: left alone."""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """One bucket's buffers on this rank; n = bucket.own.numel()."""
-
-    bucket: FlatBucket
-    reduced: Tensor  # (n,) float32: the sum over ranks, then the mean
-    grad: Tensor  # (n,) in the leaf's dtype: what the optimizer sees; `reduced` itself where that is float32
-    leaf: Tensor  # (n,) FP32 master, or the live parameter slice itself
-    proposed: Tensor  # (n,) in the parameter's dtype
 
 
 class SelectedZero2:
@@ -80,10 +67,9 @@ class SelectedZero2:
         self.masters = masters
         self.step_count = 0
         self.kind = elementwise(optimizer)
-        self._option_groups = tuple(option_groups)
-        self.layout = self._agree_layout(options, bucket_bytes)
+        self.layout = agree_layout(session, name, self.kind, options, option_groups, masters, bucket_bytes)
         self.flat = FlatBuffers(self.layout, session.parameters, self.comm.rank, self.comm.world_size)
-        self._slices = [self._make_slice(bucket) for bucket in self.flat.buckets]
+        self._slices = [make_slice(bucket, masters) for bucket in self.flat.buckets]
         alone = self.comm.world_size == 1
         self.slice_optimizer = SliceOptimizer(
             self.kind,
@@ -132,7 +118,7 @@ class SelectedZero2:
     @property
     def state_nbytes(self) -> int:
         """Bytes of optimizer state on this rank: state slices and FP32 masters, padding included."""
-        masters = sum(s.leaf.nbytes for s in self._slices if s.leaf is not s.bucket.own)
+        masters = sum(s.leaf.nbytes for s in self._slices if s.has_master)
         return masters + self.slice_optimizer.state_nbytes
 
     @property
@@ -272,7 +258,7 @@ class SelectedZero2:
         for s in self._slices:
             if self.world_size > 1:
                 s.bucket.param.copy_(s.bucket.staging)
-            elif s.leaf is not s.bucket.own:
+            elif s.has_master:
                 s.bucket.own.copy_(s.leaf)
         self.flat.clear_staged()
 
@@ -285,26 +271,26 @@ class SelectedZero2:
     def to_record(self) -> Zero2Record:
         """This rank's slices of optimizer state and masters, copied; local. Save it with the whole model."""
         tensors = self.slice_optimizer.state_tensors()
-        for s in self._slices:
-            if s.leaf is not s.bucket.own:
-                for f in s.bucket.fragments:
-                    tensors[f"{f.path}/master"] = s.leaf[f.offset : f.offset + f.stop - f.start].clone()
-        return Zero2Record(self._meta(), tensors)
+        tensors |= {name: view.clone() for name, view in master_views(self._slices).items()}
+        return Zero2Record(self.record_meta(), tensors)
 
     def load_record(self, record: Zero2Record) -> None:
         """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all, before any change."""
-        found = violations(record.meta, self._meta())
-        found += self._tensor_misfits(record.tensors) if not found else []
+        masters = master_views(self._slices)
+        found = violations(record.meta, self.record_meta())
+        if not found:
+            expected = self.slice_optimizer.expected_tensors(record.tensors)
+            expected |= {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
+            found = tensor_misfits(record.tensors, expected)
         error = ContractError(f"record of {self.name} does not fit: " + "; ".join(found)) if found else None
         self.comm.agree(f"load_record of {self.name}", error=error)
         self.slice_optimizer.load_state_tensors(record.tensors)
-        for s in self._slices:
-            if s.leaf is not s.bucket.own:
-                for f in s.bucket.fragments:
-                    s.leaf[f.offset : f.offset + f.stop - f.start].copy_(record.tensors[f"{f.path}/master"])
+        for name, view in masters.items():
+            view.copy_(record.tensors[name])
         self.step_count = int(record.meta["step_count"])
 
-    def _meta(self) -> dict[str, Any]:
+    def record_meta(self) -> dict[str, Any]:
+        """What a record of this session says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
         fragments = self.layout.fragments(self.rank, self.world_size)
         return {
             "version": RECORD_VERSION,
@@ -314,58 +300,7 @@ class SelectedZero2:
             "step_count": self.step_count,
             "contract": self.session.contract.to_json(),
             "layout": self.layout.to_json(),
-            "optimizer": self.optimizer_description(),
-            "numerics": {"seam": self.comm.seam, "threads": torch.get_num_threads()},
+            "optimizer": {"name": self.kind.name, "masters": self.masters, "groups": self.slice_optimizer.described()},
+            "numerics": {"seam": self.comm.seam},
             "fragments": {path: list(extent) for path, extent in fragments.items()},
         }
-
-    def optimizer_description(self) -> dict[str, Any]:
-        """Kind, options per option group (registry names, never import paths) and masters, as plain JSON."""
-        groups = [
-            {**{k: v for k, v in options.items() if k != "lr"}, "lr_scale": scale}
-            for options, scale in zip(self.slice_optimizer.options, self.slice_optimizer.lr_scales, strict=True)
-        ]
-        described: dict[str, Any] = json.loads(json.dumps({"name": self.kind.name, "masters": self.masters, "groups": groups}))
-        return described
-
-    def _tensor_misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        expected = self.slice_optimizer.expected_tensors(tensors)
-        for s in self._slices:
-            if s.leaf is not s.bucket.own:
-                expected |= {f"{f.path}/master": ((f.stop - f.start,), torch.float32) for f in s.bucket.fragments}
-        found = [f"{name}: in the record, not expected" for name in sorted(tensors.keys() - expected.keys())]
-        for name, (shape, dtype) in sorted(expected.items()):
-            if name not in tensors:
-                found.append(f"{name}: expected, not in the record")
-            elif tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
-                found.append(f"{name}: saved {tuple(tensors[name].shape)} {tensors[name].dtype}, expected {shape} {dtype}")
-        return found
-
-    # ---- set-up ------------------------------------------------------------------------------------------------
-
-    def _agree_layout(self, options: Mapping[str, Any], bucket_bytes: int) -> FlatLayout:
-        """The root's layout; refuses on all ranks what cannot be cut and options that differ."""
-        entries, problem = [], None
-        by_path = {spec.path: spec for spec in self.session.contract.specs}
-        for path in self.session.order:
-            spec = by_path[path]
-            if spec.dtype == "float16":
-                problem = SelectionError(f"{path} is float16, which needs a dynamic loss scale; use bfloat16 or float32, or freeze it")
-            entries.append(Entry(path, spec.numel, spec.dtype, group_of(path, self._option_groups)))
-        asked = repr((self.kind.name, sorted(options.items()), self.masters, [
-            (sorted(g.paths), sorted(g.options.items()), g.lr_scale) for g in self._option_groups
-        ], bucket_bytes))
-        digest = hashlib.sha256(asked.encode()).hexdigest()
-        layout = plan_layout(entries, max(1, bucket_bytes // 4))
-        answers = self.comm.agree(f"layout of {self.name}", {"options": digest, "layout": layout.to_json()}, problem)
-        if any(answer["options"] != digest for answer in answers):
-            raise UsageError(f"the ranks give {self.name} different optimizer options; this rank: {asked}")
-        return FlatLayout.from_json(answers[0]["layout"])
-
-    def _make_slice(self, bucket: FlatBucket) -> _Slice:
-        own = bucket.own
-        reduced = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
-        sixteen_bit = own.dtype != torch.float32
-        leaf = own.float() if sixteen_bit and self.masters else own
-        grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-        return _Slice(bucket, reduced, grad, leaf, torch.zeros_like(own))

@@ -1,0 +1,177 @@
+"""Between a live run and its checkpoints: what a save holds, and how a restore replaces everything with it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrun.checkpoint.commit import Saved, Snapshot, save
+from shardrun.checkpoint.load import Loaded, load
+from shardrun.config.schema import meaning
+from shardrun.data.seeding import restore_rng, rng_states
+from shardrun.errors import CheckpointError
+from shardrun.records.tensors import host_bytes
+from shardrun.run.build import Built
+from shardrun.run.model import named_buffers, named_tensors, tied_names
+from shardrun.run.progress import Progress
+
+_BUFFER = "buffer/"
+
+
+@dataclass
+class Lineage:
+    """Which run this is, which start of it, and the checkpoint it stands on."""
+
+    run: str
+    attempt: str
+    parent: Path | None
+    fence: int | None
+
+
+def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Lineage) -> Saved:
+    """Publish everything that the next step depends on; collective."""
+    model = named_tensors(built.model)
+    aliases = tied_names(built.model)
+    zero2 = built.zero2
+    snapshot = Snapshot(
+        step=progress.step,
+        manifest=_sections(built, progress, lineage),
+        model={name: tensor for name, tensor in model.items() if name not in aliases},
+        aliases=aliases,
+        records={zero2.name: zero2.to_record()},
+        rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
+    )
+    saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
+    lineage.parent = saved.path
+    if built.recipe.on_save is not None and built.comm.rank == 0:
+        built.recipe.on_save(built.model, saved.path)
+    return saved
+
+
+def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, Any]:
+    config = built.config
+    return {
+        "run": lineage.run,
+        "attempt": lineage.attempt,
+        "parent": None if lineage.parent is None else lineage.parent.name,
+        "counters": progress.to_json(),
+        "topology": {"members": {built.zero2.name: list(range(built.comm.world_size))}},
+        "schedule": {**config.schedule.model_dump(mode="json"), "position": progress.updates},
+        "data": {"identity": built.loader.identity, "samples": built.loader.samples, "position": progress.position},
+        "recipe": {"source": Path(built.recipe.source).name, "sha256": built.recipe.sha256},
+        "numerics": numerics(built),
+        "config": config.model_dump(mode="json"),
+        "meaning": meaning(config),
+        "param_sha256": parameter_digest(built),
+    }
+
+
+def numerics(built: Built) -> dict[str, Any]:
+    """What the bits depend on besides the config."""
+    return {
+        "torch": torch.__version__,
+        "device": built.comm.device.type,
+        "threads": torch.get_num_threads(),
+        "seam": built.comm.seam,
+    }
+
+
+def parameter_digest(built: Built) -> str:
+    """sha256 (hex) over all parameters by name, tied ones once; ranks compare it before a save."""
+    digest = hashlib.sha256()
+    aliases = tied_names(built.model)
+    buffers = named_buffers(built.model)
+    for name, tensor in sorted(named_tensors(built.model).items()):
+        if name not in aliases and name not in buffers:
+            digest.update(name.encode())
+            digest.update(host_bytes(tensor))
+    return digest.hexdigest()
+
+
+def resume(built: Built, run_dir: Path, options: Mapping[str, Any]) -> tuple[Progress, Lineage]:
+    """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective."""
+    chosen = options.get("resume_from")
+    source = run_dir if chosen is None else Path(chosen)
+    expected = _expected(built)
+    if options.get("accept_changes"):
+        del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
+    loaded = load(source, built.comm, expected, allow_fallback=bool(options.get("allow_fallback")))
+    if loaded is None:
+        run = built.comm.agree("run id", secrets.token_hex(8))[0]
+        return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
+    progress = restore(built, loaded)
+    run = str(loaded.manifest["run"])
+    return progress, Lineage(run, _attempt(built), loaded.path, options.get("fence"))
+
+
+def _attempt(built: Built) -> str:
+    return str(built.comm.agree("attempt", f"{os.getpid()}-{secrets.token_hex(4)}")[0])
+
+
+def _expected(built: Built) -> dict[str, Any]:
+    aliases = tied_names(built.model)
+    zero2 = built.zero2
+    meta = zero2.record_meta()
+    return {
+        "topology": {"world_size": built.comm.world_size},
+        "groups": {zero2.name: {key: meta[key] for key in ("contract", "optimizer", "layout")}},
+        "model": {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in named_tensors(built.model).items()
+            if name not in aliases
+        },
+        "aliases": aliases,
+        "numerics": numerics(built),
+    }
+
+
+def restore(built: Built, loaded: Loaded) -> Progress:
+    """Replace all live state by what was loaded. Refusals of all ranks come first; then nothing can fail."""
+    progress, misfits = None, []
+    try:
+        progress = Progress.from_json(loaded.manifest["counters"])
+    except (CheckpointError, KeyError) as error:
+        misfits.append(str(error))
+    buffers = named_buffers(built.model)
+    misfits += _data_misfits(built, loaded.manifest.get("data", {}))
+    misfits += _buffer_misfits(buffers, loaded.rank_state)
+    error = CheckpointError(f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)) if misfits else None
+    built.comm.agree("restore", error=error)
+    assert progress is not None  # or its misfit was raised above
+    built.zero2.load_record(loaded.records[built.zero2.name])
+    targets = named_tensors(built.model)
+    for name, tensor in loaded.model.items():
+        targets[name].copy_(tensor)
+    for name, buffer in buffers.items():
+        buffer.copy_(loaded.rank_state[_BUFFER + name])
+    restore_rng(loaded.rank_state)
+    return progress
+
+
+def _data_misfits(built: Built, saved: Mapping[str, Any]) -> list[str]:
+    now = {"identity": built.loader.identity, "samples": built.loader.samples}
+    return [
+        f"data {key} saved {saved.get(key)}, this run {value}" for key, value in now.items() if saved.get(key) != value
+    ]
+
+
+def _buffer_misfits(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    held = {name.removeprefix(_BUFFER): tensor for name, tensor in saved.items() if name.startswith(_BUFFER)}
+    found = [
+        f"buffer {name} is in the checkpoint or in the model only" for name in sorted(held.keys() ^ buffers.keys())
+    ]
+    for name in sorted(held.keys() & buffers.keys()):
+        old, new = held[name], buffers[name]
+        if old.shape != new.shape or old.dtype != new.dtype:
+            found.append(
+                f"buffer {name}: saved {tuple(old.shape)} {old.dtype}, this run {tuple(new.shape)} {new.dtype}"
+            )
+    return found

@@ -1,0 +1,101 @@
+"""This rank's slices of a session: agreed on, allocated once, named by path."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrun.errors import SelectionError, UsageError
+from shardrun.optim.kinds import Elementwise, OptionGroup, group_of
+from shardrun.shard.flat_buffer import FlatBucket
+from shardrun.shard.layout import Entry, FlatLayout, plan_layout
+from shardrun.step.data_parallel import SelectedDataParallel
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One bucket's buffers on this rank; n = bucket.own.numel()."""
+
+    bucket: FlatBucket
+    reduced: Tensor
+    """(n,) float32: the sum over ranks, then the mean."""
+    grad: Tensor
+    """(n,) in the leaf's dtype, what the optimizer sees; `reduced` itself where that is float32."""
+    leaf: Tensor
+    """(n,) what is stepped: the FP32 master, or the live parameter slice itself."""
+    proposed: Tensor
+    """(n,) in the parameter's dtype: the new slice, before anything has changed."""
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the leaf is an FP32 master beside a 16-bit parameter."""
+        return self.leaf is not self.bucket.own
+
+
+def make_slice(bucket: FlatBucket, masters: bool) -> Slice:
+    """Allocate what a step of `bucket` needs on this rank."""
+    own = bucket.own
+    reduced = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
+    leaf = own.float() if masters and own.dtype != torch.float32 else own
+    grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
+    return Slice(bucket, reduced, grad, leaf, torch.zeros_like(own))
+
+
+def master_views(slices: Sequence[Slice]) -> dict[str, Tensor]:
+    """ "<path>/master" -> the live FP32 elements (stop - start,) of this rank's fragment."""
+    return {
+        f"{f.path}/master": s.leaf[f.offset : f.offset + f.stop - f.start]
+        for s in slices
+        if s.has_master
+        for f in s.bucket.fragments
+    }
+
+
+def agree_layout(
+    session: SelectedDataParallel,
+    name: str,
+    kind: Elementwise,
+    options: Mapping[str, Any],
+    option_groups: Sequence[OptionGroup],
+    masters: bool,
+    bucket_bytes: int,
+) -> FlatLayout:
+    """The layout that the group's root computes; collective. Options that differ between ranks are refused by all."""
+    specs = {spec.path: spec for spec in session.contract.specs}
+    sixteen = next((path for path in session.order if specs[path].dtype == "float16"), None)
+    problem = sixteen and SelectionError(
+        f"{sixteen} is float16, which needs a dynamic loss scale; use bfloat16 or float32, or freeze it"
+    )
+    entries = [
+        Entry(path, specs[path].numel, specs[path].dtype, group_of(path, option_groups)) for path in session.order
+    ]
+    layout = plan_layout(entries, max(1, bucket_bytes // 4))
+    groups = [(sorted(g.paths), sorted(g.options.items()), g.lr_scale) for g in option_groups]
+    asked = repr((kind.name, sorted(options.items()), groups, masters, bucket_bytes))
+    answers = session.comm.agree(
+        f"layout of {name}",
+        {"asked": hashlib.sha256(asked.encode()).hexdigest(), "layout": layout.to_json()},
+        problem or None,
+    )
+    if len({answer["asked"] for answer in answers}) > 1:
+        raise UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}")
+    return FlatLayout.from_json(answers[0]["layout"])
+
+
+def tensor_misfits(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> list[str]:
+    """Tensors of a record that are missing, unexpected, or of another shape or dtype."""
+    found = [f"{name}: in the record, not expected" for name in sorted(tensors.keys() - expected.keys())]
+    for name, (shape, dtype) in sorted(expected.items()):
+        if name not in tensors:
+            found.append(f"{name}: expected, not in the record")
+        elif tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
+            saved = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
+            found.append(f"{name}: saved {saved}, expected {shape} {dtype}")
+    return found
