@@ -27,8 +27,8 @@ class OddNet(nn.Module):
         self.head = nn.Linear(3, 17)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (tokens, 17) of `x` (tokens, 7)."""
-        hidden: Tensor = self.norm(torch.tanh(self.up(x)))
+        """Logits (tokens, 17) of `x` (tokens, 7), computed in the parameters' dtype."""
+        hidden: Tensor = self.norm(torch.tanh(self.up(x.to(self.up.weight.dtype))))
         return self.head(torch.tanh(self.down(hidden)))  # type: ignore[no-any-return]
 
 
@@ -107,9 +107,9 @@ def token_batch(seed: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The summed cross entropy of a token batch."""
+    """The summed cross entropy of a token batch, in float32."""
     inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="sum")
+    return F.cross_entropy(model(inputs).float(), targets, reduction="sum")
 
 
 def push(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:

@@ -87,15 +87,17 @@ class PlainTorch:
         self._has_master = master_weights
         self._lr_scale = {path: (options or {}).get(path, {}).get("lr_scale", 1.0) for path in self.leaves}
         self._base_lr = float(defaults["lr"])
-        self.optimizer = optimizer(self._groups(options or {}), **defaults)
+        # torch's fused SGD raises when, of the parameters of one group, some have a momentum buffer and some none yet.
+        alone = optimizer is torch.optim.SGD and bool(defaults.get("fused")) and bool(defaults.get("momentum"))
+        self.optimizer = optimizer(self._groups(options or {}, alone=alone), **defaults)
 
-    def _groups(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _groups(self, options: Mapping[str, Mapping[str, Any]], *, alone: bool) -> list[dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {}
         for path, leaf in self.leaves.items():
             own = {key: value for key, value in options.get(path, {}).items() if key != "lr_scale"}
             scale = self._lr_scale[path]
             # One group per dtype as well: torch's fused optimizers take one dtype per call.
-            key = repr((sorted(own.items()), scale, leaf.dtype))
+            key = path if alone else repr((sorted(own.items()), scale, leaf.dtype))
             group = groups.setdefault(key, {"params": [], "lr": self._base_lr * scale, "lr_scale": scale, **own})
             group["params"].append(leaf)
         return list(groups.values())
@@ -122,7 +124,8 @@ class PlainTorch:
             total = sums.get(path)
             if total is not None:
                 mean = total.float() if weight is None else total.float() / weight
-                gradients[path] = mean.to(leaf.dtype)
+                # In the leaf's memory order: torch's fused kernels on the CPU walk raw memory and ignore strides.
+                gradients[path] = torch.empty_like(leaf).copy_(mean.to(leaf.dtype))
         norm = exact_norm(gradients.values())
         if max_grad_norm is not None:
             coefficient = clip_coefficient(norm, max_grad_norm)
