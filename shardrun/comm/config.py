@@ -76,8 +76,8 @@ class CommunicatorConfig:
             problems.append("neither master_port nor init_file is given; a world of more than one needs a rendezvous")
         if not (is_loopback(self.master_addr) or self.allow_non_loopback or self.agent_store):
             problems.append(
-                f"master_addr is {self.master_addr!r}, which is not loopback; the rendezvous has neither authentication "
-                "nor encryption: set allow_non_loopback only on a network that you trust"
+                f"master_addr is {self.master_addr!r}, which is not loopback; the rendezvous has no authentication "
+                "and no encryption: set allow_non_loopback only on a network that you trust"
             )
         return problems
 

@@ -2,7 +2,7 @@
 
 [Note: comparing by sums] Ranks compare an item by adding its hashes over all ranks (an int64 all-reduce, wrapping):
 they are equal when the sum is `world_size x mine`. Two independent 63-bit hashes keep an accident out of reach. With
-5, 7 and 9 the middle rank would see equality, so a second round adds up "I saw a difference" and every rank decides alike.
+5, 7 and 9 the middle rank would see equality, so a second round adds up "I saw a difference": every rank decides alike.
 The size of the message grows with neither parameters nor ranks.
 """
 

@@ -102,5 +102,5 @@ def _check_run_id(config: CommunicatorConfig, store: dist.Store) -> None:
     found = store.get("shardrun/run_id").decode()
     if found != config.run_id:
         raise LaunchError(
-            f"the rendezvous belongs to run {found!r}, this rank is of run {config.run_id!r}: check the address and port"
+            f"the rendezvous belongs to run {found!r}, this rank is of run {config.run_id!r}: check address and port"
         )

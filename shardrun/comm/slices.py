@@ -23,7 +23,7 @@ class SliceSeam(Protocol):
     name: str
 
     def reduce(self, bucket: Tensor, out: Tensor, *, contributes: bool) -> None:
-        """Sum `bucket` (world_size * n,) over ranks and write this rank's slice (n,) to `out`; `bucket` is not written."""
+        """Sum `bucket` (world_size * n,) over ranks, this rank's slice to `out` (n,); `bucket` is not written."""
 
     def gather(self, bucket: Tensor, own: Tensor) -> None:
         """Write every rank's `own` (n,) into its slice of `bucket` (world_size * n,)."""

@@ -1,8 +1,8 @@
 """torch.optim over slices: proposed on scratch copies first, then run in place on the very same gradient.
 
-[Note: propose and commit] A full shadow of the state would cost parameter-sized memory at two ranks. Instead the kernel
-runs twice: on scratch copies of cache-sized chunks, where only the new parameter slice is kept, and at commit in place on
-the live slices with the same reduced gradient. Chunks are cut at multiples of 256, so both runs give the same bits.
+[Note: propose and commit] A full shadow of the state would cost parameter-sized memory at two ranks. Instead the
+kernel runs twice: on scratch copies of cache-sized chunks, where only the new parameter slice is kept, and at commit in
+place on the live slices with the same reduced gradient. Chunks are cut at multiples of 256: the same bits both times.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class SliceOptimizer:
                     takes_part = present[piece.path] and self._is_fresh(piece) == fresh
                     leaf.grad = piece.grad if takes_part else None
                 _step_if_any(one.optimizer, one.scratch)
-            torch._foreach_copy_([piece.proposed for piece in one.pieces], one.scratch)
+            torch._foreach_copy_([piece.proposed for piece in one.pieces if piece.proposed is not None], one.scratch)
 
     def _load_scratch(self, one: _Pass) -> None:
         source, target = [piece.leaf for piece in one.pieces], list(one.scratch)
@@ -239,7 +239,7 @@ class SliceOptimizer:
         return {**{name: torch.cat(views) for name, views in parts.items()}, **scalars}
 
     def expected_tensors(self, held: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype that `load_state_tensors` wants; state made by a first gradient only if `held` has it."""
+        """Name -> (shape, dtype) for `load_state_tensors`; state that a first gradient makes only if `held` has it."""
         lazy = self.kind.lazy_keys()
         sizes: dict[str, int] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -254,7 +254,7 @@ class SliceOptimizer:
         return expected | {name: ((numel,), dtypes[name]) for name, numel in sizes.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all state by `tensors`, named and shaped as `state_tensors` gives them; the caller has checked them."""
+        """Replace all state by `tensors`, as `state_tensors` gives them; the caller has checked names and shapes."""
         taken: dict[str, int] = {}
         for group, pieces in enumerate(self._pieces):
             for piece in pieces:

@@ -18,7 +18,7 @@ _MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `tokens` (the sum of all weights); bits per byte where the recipe says how many bytes a token is."""
+    """Mean loss over `tokens` (the sum of all weights); bits per byte where the recipe says what a token is."""
 
     loss: float
     tokens: int

@@ -1,4 +1,4 @@
-"""From a recipe's model to the one that is trained: number format, start weights, selection, freezing, replicas alike."""
+"""From a recipe's model to the one that is trained: number format, start weights, freezing, equal replicas."""
 
 from __future__ import annotations
 
@@ -97,13 +97,14 @@ def freeze_unselected(selection: Selection) -> None:
 def option_groups(
     options: Iterable[tuple[Sequence[str], dict[str, float], float]], paths: Sequence[str]
 ) -> list[OptionGroup]:
-    """Option groups over trainable `paths`; the first that matches a path has it, one that matches nothing is refused."""
+    """Option groups over trainable `paths`: the first match has a path; one that matches nothing is refused."""
     groups = []
     for number, (patterns, given, lr_scale) in enumerate(options):
         matched = frozenset(path for path in paths if any(pattern(text).match(path) for text in patterns))
         if not matched:
             raise ConfigError(
-                f"optimizer.options.{number}.match: {list(patterns)} matches none of {len(paths)} selected trainable parameters"
+                f"optimizer.options.{number}.match: {list(patterns)} matches none of "
+                f"{len(paths)} selected trainable parameters"
             )
         groups.append(OptionGroup(matched, given, lr_scale))
     return groups

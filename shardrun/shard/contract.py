@@ -29,7 +29,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Contract:
-    """The specs of all selected paths, sorted by path. Equal on all ranks of a group, whatever order they define them in."""
+    """The specs of all selected paths, sorted by path: equal on all ranks, whatever order they define them in."""
 
     specs: tuple[ParameterSpec, ...]
 

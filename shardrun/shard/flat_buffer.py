@@ -23,7 +23,7 @@ class FlatBucket:
     grad: Tensor
     """(world_size * n,) float32: the pending gradients."""
     staging: Tensor
-    """(world_size * n,) in the parameters' dtype, on the memory of pending gradients: dead once the reduction is over."""
+    """(world_size * n,) in the parameters' dtype, on the memory of the pending gradients, dead after the reduction."""
     own: Tensor
     """(n,) this rank's slice of `param`."""
     fragments: tuple[Fragment, ...]

@@ -116,12 +116,12 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
             continue
         if parameter.dtype not in TRAINABLE_DTYPES:
             raise SelectionError(
-                f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters must be float32, "
+                f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters are float32, "
                 "float16 or bfloat16: convert it or exclude it"
             )
         if parameter.numel() == 0:
             raise SelectionError(
-                f"select: {path} is trainable and has no elements (shape {tuple(parameter.shape)}); exclude or freeze it"
+                f"select: {path} is trainable and has no elements, shape {tuple(parameter.shape)}: exclude or freeze it"
             )
 
 
@@ -141,6 +141,6 @@ def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parame
         for (_, stop, first, one), (start, _, second, other) in itertools.pairwise(group):
             if one != other and start < stop and (first in selected or second in selected):
                 raise SelectionError(
-                    f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one Parameter "
-                    "under two names) or give each its own memory"
+                    f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one "
+                    "Parameter under two names) or give each its own memory"
                 )

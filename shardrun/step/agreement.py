@@ -85,7 +85,7 @@ def agree_window(
     """Compare `request` and the presence of gradients over all ranks; collective.
 
     `call` names the step and `layout` all its buckets: ranks in different steps meet here, not in a data collective.
-    Raises StepRefused on every rank, or EmptyWindowError for a global weight of 0 in mean mode. Nothing has changed then.
+    Raises StepRefused on every rank, or EmptyWindowError for a global weight of 0 in mean mode; nothing has changed.
     """
     problems = [*request.problems(), *pending.problems]
     weight = 0 if problems else integer_weight(request.weight)

@@ -16,9 +16,10 @@ from shardrun.shard.selection import Selection
 class SelectedDataParallel:
     """Selected parameters, the same on all ranks of `comm`.
 
-    Collective: every rank of the group makes it, with a selection of the same contract (paths, shapes, dtypes, trainable
-    flags, ties; definition order may differ). A difference is raised on every rank as ContractError naming the first
-    differing path and all sides. Then the selected parameters are broadcast from rank 0. Unselected ones are not touched.
+    Collective: every rank of the group makes it, with a selection of the same contract (paths, shapes, dtypes,
+    trainable flags, ties; definition order may differ). A difference is raised on every rank as ContractError naming
+    the first differing path and all sides. Then the selected parameters are broadcast from rank 0. Unselected ones are
+    not touched.
     """
 
     def __init__(self, comm: Communicator, model: nn.Module, selection: Selection) -> None:

@@ -1,8 +1,8 @@
 """The global gradient norm, independent of buckets and ranks to the last bit.
 
-[Note: exact norm] Squares are added in float64 inside fixed blocks of 256 elements of the canonical space, by a fixed tree.
-The block sums of all ranks are then added by `math.fsum`, which rounds once, at the end: no order of ranks, slices or
-buckets can change the result, and padding adds nothing.
+[Note: exact norm] Squares are added in float64 inside fixed blocks of 256 elements of the canonical space, by a fixed
+tree. The block sums of all ranks are then added by `math.fsum`, which rounds once, at the end: no order of ranks,
+slices or buckets can change the result, and padding adds nothing.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def transaction(comm: Communicator, step: int) -> Iterator[None]:
 def _failed(comm: Communicator, step: int, error: Exception) -> StepFailed:
     in_doubt = comm.phase == "vote"
     state = (
-        f"another rank may already be at step {step}; this rank's parameters and optimizer state are those of step {step - 1}"
+        f"another rank may already be at step {step}; parameters and optimizer state here are those of step {step - 1}"
         if in_doubt
         else f"parameters and optimizer state are those of step {step - 1}"
     )

@@ -1,4 +1,4 @@
-"""ZeRO-2 over a selection: gradients and elementwise optimizer state are cut into equal padded slices, parameters stay whole."""
+"""ZeRO-2 over a selection: gradients and elementwise optimizer state in equal slices, parameters whole."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class StepResult:
 class SelectedZero2:
     """An elementwise optimizer over the session's selected trainable parameters, in equal slices.
 
-    Collective to make: every rank of the session's group, with the same optimizer and options. `optimizer` is a class of
-    torch.optim (SGD, Adam, AdamW) and `options` are its own; `option_groups` give parameters other options (first match
-    wins). `masters`: FP32 master weights for 16-bit parameters; without them a slice is updated in its own dtype.
+    Collective to make: every rank of the session's group, with the same optimizer and options. `optimizer` is a class
+    of torch.optim (SGD, Adam, AdamW) and `options` are its own; `option_groups` give parameters other options (first
+    match wins). `masters`: FP32 master weights for 16-bit parameters; without them a slice is updated in its own dtype.
     Selected parameters' memory moves into flat buffers (values unchanged); state exists for this rank's slices only.
     """
 
@@ -123,7 +123,7 @@ class SelectedZero2:
 
     @property
     def gradient_nbytes(self) -> dict[str, int]:
-        """Bytes of gradient memory on this rank: pending FP32 gradients (whole), the reduced slice, the proposed slice."""
+        """Bytes of gradient memory on this rank: pending FP32 gradients (whole), reduced slices, proposed slices."""
         return {
             "pending": sum(s.bucket.grad.nbytes for s in self._slices),
             "reduced": sum(s.reduced.nbytes for s in self._slices),
@@ -243,7 +243,7 @@ class SelectedZero2:
         raise NonFiniteError(f"{call} refused before the update: {told}")
 
     def _propose(self, window: Window) -> None:
-        """The optimizer's new slices into `proposed`; live parameters and state are only read. A world of one skips it."""
+        """The optimizer's new slices into `proposed`; live ones are only read. A world of one skips it."""
         if self.world_size > 1:
             self.slice_optimizer.propose(window.present)
 
@@ -275,7 +275,7 @@ class SelectedZero2:
         return Zero2Record(self.record_meta(), tensors)
 
     def load_record(self, record: Zero2Record) -> None:
-        """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all, before any change."""
+        """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change."""
         masters = master_views(self._slices)
         found = violations(record.meta, self.record_meta())
         if not found:
@@ -290,7 +290,7 @@ class SelectedZero2:
         self.step_count = int(record.meta["step_count"])
 
     def record_meta(self) -> dict[str, Any]:
-        """What a record of this session says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
+        """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
         fragments = self.layout.fragments(self.rank, self.world_size)
         return {
             "version": RECORD_VERSION,
