@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from shardrun.comm.config import CommunicatorConfig
 from shardrun.errors import CommunicatorError, LaunchError
@@ -63,16 +64,16 @@ def close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _store(config: CommunicatorConfig, timeout: timedelta) -> dist.Store:
+def _store(config: CommunicatorConfig, timeout: timedelta) -> Store:
     if config.init_file is not None:
-        store: dist.Store = dist.FileStore(str(config.init_file), config.world_size)
+        store = FileStore(str(config.init_file), config.world_size)
         store.set_timeout(timeout)
         return store
     assert config.master_port is not None  # checked by the config
     is_master = config.rank == 0
     # TCPStore listens on all addresses even when given 127.0.0.1; a socket that is already bound restricts it.
     listen_fd = config.store_fd if config.store_fd is not None else (_bound_socket(config) if is_master else None)
-    return dist.TCPStore(
+    return TCPStore(
         config.master_addr,
         config.master_port,
         config.world_size,
@@ -94,7 +95,7 @@ def _bound_socket(config: CommunicatorConfig) -> int:
     return listener.detach()
 
 
-def _check_run_id(config: CommunicatorConfig, store: dist.Store) -> None:
+def _check_run_id(config: CommunicatorConfig, store: Store) -> None:
     if not config.run_id:
         return
     if config.rank == 0:

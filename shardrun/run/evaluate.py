@@ -59,7 +59,7 @@ class Evaluator:
                 loss, weight = loss + float(loss_sum), weight + int(count)
         built.model.train(training)
         restore_rng(streams)
-        total, tokens = sum_over_ranks(built.comm, "validation", loss, weight)[:2]
+        total, tokens = sum_over_ranks(built.comm, "validation", loss, weight)
         mean = total / tokens if tokens else math.nan
         return Evaluation(mean, tokens, self._bits_per_byte(mean))
 

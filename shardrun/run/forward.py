@@ -38,13 +38,13 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def sum_over_ranks(comm: Communicator, tag: str, loss: float, *counts: int) -> tuple[float, *tuple[int, ...]]:
-    """The float64 `loss` added in rank order, and the integers added exactly; collective."""
-    totals = comm.compare(f"log of {tag}", "", sums=counts).sums
+def sum_over_ranks(comm: Communicator, tag: str, loss: float, count: int) -> tuple[float, int]:
+    """The float64 `loss` added in rank order, and the integer `count` added exactly; collective."""
+    counts = comm.compare(f"log of {tag}", "", sums=[count]).sums[0]
     own = torch.tensor([loss], dtype=torch.float64, device=comm.device)
     every = own.new_empty(comm.world_size)
     comm.gather_slices(every, own)
     total = 0.0
     for part in every.tolist():
         total += part
-    return (total, *totals)
+    return total, counts

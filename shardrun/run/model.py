@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError, ConfigError, ContractError
 from shardrun.optim.kinds import OptionGroup
+from shardrun.records.tensors import host_bytes
 from shardrun.shard.selection import Selection, named_parameters, pattern
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -123,7 +124,7 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
     for path in outermost:
         module = modules[path]
         # The instance attribute shadows the method: nothing is wrapped, so no parameter gets another path.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     return len(outermost)
 
 
@@ -155,5 +156,4 @@ def compare_unselected(comm: Communicator, model: nn.Module, selection: Selectio
 
 
 def _digest(tensor: Tensor) -> str:
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() if tensor.numel() else b""
-    return f"{tuple(tensor.shape)} {tensor.dtype}: sha256 {hashlib.sha256(raw).hexdigest()[:16]}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}: sha256 {hashlib.sha256(host_bytes(tensor)).hexdigest()[:16]}"

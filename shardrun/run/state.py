@@ -143,8 +143,8 @@ def restore(built: Built, loaded: Loaded) -> Progress:
     buffers = named_buffers(built.model)
     misfits += _data_misfits(built, loaded.manifest.get("data", {}))
     misfits += _buffer_misfits(buffers, loaded.rank_state)
-    error = CheckpointError(f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)) if misfits else None
-    built.comm.agree("restore", error=error)
+    told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
+    built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
     built.zero2.load_record(loaded.records[built.zero2.name])
     targets = named_tensors(built.model)

@@ -61,7 +61,8 @@ class FlatBuffers:
         self._sixteen_bit: list[Tensor] = []
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
-        self._hooks = [held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad)) for held in self._held]
+        for held in self._held:
+            held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad))  # type: ignore[no-untyped-call]
 
     @property
     def paths(self) -> list[str]:

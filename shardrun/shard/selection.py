@@ -132,8 +132,8 @@ def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parame
         if parameter.numel() == 0 or parameter.device.type == "meta":
             continue
         storage = parameter.untyped_storage()
-        extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
-        begin = parameter.storage_offset() * parameter.element_size()
+        extent = 1 + sum((int(n) - 1) * int(s) for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        begin = int(parameter.storage_offset()) * parameter.element_size()
         span = (begin, begin + extent * parameter.element_size(), path, id(parameter))
         spans.setdefault((str(parameter.device), storage.data_ptr()), []).append(span)
     for group in spans.values():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
 from torch import Tensor, nn
 
 from shardrun.comm.communicator import Communicator
@@ -41,14 +38,6 @@ class SelectedDataParallel:
         unselected = self.selection.unselected.items()
         return {path: parameter.grad for path, parameter in unselected if parameter.grad is not None}
 
-    def parameter_digest(self) -> str:
-        """sha256 (hex) over the selected parameters' bytes, in the order of the contract; local."""
-        digest = hashlib.sha256()
-        for spec in self.contract.distinct():
-            digest.update(spec.path.encode())
-            digest.update(_bytes_of(self.parameters[spec.path].data))
-        return digest.hexdigest()
-
     def _compare_contracts(self) -> None:
         found = self.comm.compare("session", "set-up", {"contract": self.contract.digest})
         if found.differing:
@@ -71,7 +60,3 @@ class SelectedDataParallel:
             self.comm.broadcast_(wire, spec.path)
             if wire.data_ptr() != data.data_ptr():
                 data.copy_(wire)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
