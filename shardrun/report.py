@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +154,8 @@ def event_lines(event: Mapping[str, Any]) -> list[str]:
         case "step":
             return [f"step {_of(event)}  {_figures(event)}"]
         case "eval":
-            figures = [f"{key} {_short(value)}" for key, value in event.items() if key not in ("event", "rank", "step")]
+            shown = {key: value for key, value in event.items() if key not in ("event", "rank", "step")}
+            figures = [f"{key} {_short(value)}" for key, value in shown.items() if value is not None]
             return [f"eval at step {event['step']}: {', '.join(figures)}"]
         case "checkpoint":
             return [
@@ -186,6 +188,7 @@ class TrainScreen:
         self._live = steps and not json and sys.stdout is not None and sys.stdout.isatty()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._first_step: tuple[int, float] | None = None
 
     def __enter__(self) -> TrainScreen:
         return self
@@ -202,9 +205,12 @@ class TrainScreen:
 
     def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
         """Show one event of `rank`; returns its plain lines, which belong into the log of that rank as well."""
-        lines = event_lines({"rank": rank, **event})
+        event = {"rank": rank, **event}
+        if event["event"] == "step":
+            event = {"eta_s": self._eta_s(event), **event}
+        lines = event_lines(event)
         if self._json:
-            json_document({"rank": rank, **event})
+            json_document(event)
         elif event["event"] == "step":
             self._show_step(event, lines)
         else:
@@ -224,6 +230,14 @@ class TrainScreen:
             line(text)
         else:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _eta_s(self, event: Mapping[str, Any]) -> float | None:
+        """Seconds to the end at the pace since the first step seen, saves and validations counted in."""
+        now, step, total = time.monotonic(), event["step"], event.get("total_steps")
+        if self._first_step is None:
+            self._first_step = (step, now)
+        first, since = self._first_step
+        return None if total is None or step == first else (now - since) / (step - first) * (total - step)
 
     def _show_step(self, event: Mapping[str, Any], lines: list[str]) -> None:
         if self._live:
@@ -311,8 +325,8 @@ def _figures(event: Mapping[str, Any]) -> str:
         "eta_s": ("eta {}", _clock),
     }
     parts = [frame.format(show(event[key])) for key, (frame, show) in shown.items() if event.get(key) is not None]
-    if event.get("skipped"):
-        parts.append("skipped")
+    if reason := event.get("skipped"):
+        parts.append("skipped" if reason is True else f"skipped ({reason})")
     return "  ".join(parts)
 
 

@@ -79,6 +79,7 @@ class Tether:
         error = env.get("SHARDRUN_ERROR")
         event_fd = _own_fd("SHARDRUN_EVENT_FD")
         life_fd = _own_fd("SHARDRUN_LIFE_FD")
+        _own_fd("SHARDRUN_STORE_FD")  # the communicator takes it up
         tether = cls(
             rank=int(env.get("RANK", "0")),
             world_size=int(env.get("WORLD_SIZE", "1")),
@@ -99,11 +100,6 @@ class Tether:
     def stop_requested(self) -> bool:
         """Whether somebody asked to finish the step, save and leave. Ranks may see it at different steps."""
         return self._stop_asked is not None
-
-    @property
-    def store_fd(self) -> int | None:
-        """The listening socket for the store, on rank 0 of a launched run; the store takes ownership."""
-        return _own_fd("SHARDRUN_STORE_FD")
 
     def job(self) -> dict[str, Any]:
         """The job that the launcher wrote: config, run_dir, options."""

@@ -127,7 +127,9 @@ def start_worker(job: Job, rank: int, control: Path, life_fd: int, store: socket
 
 
 def _environment(job: Job, control: Path, rank: int, store: socket.socket | None) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SHARDRUN_")}
+    # Nothing of another launcher, under which this one may run, may reach the workers.
+    foreign = ("SHARDRUN_", "TORCHELASTIC_", "MASTER_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -136,6 +138,7 @@ def _environment(job: Job, control: Path, rank: int, store: socket.socket | None
         "OMP_NUM_THREADS": str(job.threads_per_rank),
         "MKL_NUM_THREADS": str(job.threads_per_rank),
         "PYTHONUNBUFFERED": "1",
+        "SHARDRUN_RUN_ID": control.name,
         "SHARDRUN_JOB": str(control / "job.json"),
         "SHARDRUN_STATUS": str(_status_path(control, rank)),
         "SHARDRUN_ERROR": str(_error_path(control, rank)),

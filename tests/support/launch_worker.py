@@ -26,8 +26,7 @@ class Wire:
         if tether.world_size == 1:
             return
         if tether.rank == 0:
-            assert tether.store_fd is not None
-            with socket.socket(fileno=tether.store_fd) as listening:
+            with socket.socket(fileno=int(os.environ["SHARDRUN_STORE_FD"])) as listening:
                 assert listening.getsockname() == (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
                 self._peer = listening.accept()[0]
         else:
