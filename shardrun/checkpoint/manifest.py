@@ -18,6 +18,7 @@ MANIFEST = "manifest.json"
 ROLES = ("model", "record", "state")
 
 _MAX_BYTES = 128 << 20
+_DEEPEST = 40
 _HEX = re.compile(r"[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\Z")
 
@@ -74,6 +75,7 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
         raise CheckpointError("nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"not JSON as shardrun writes it: {error}") from None
+    _require_shallow(found, _DEEPEST)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"not a manifest of format {FORMAT}")
     if found.get("version") != VERSION:
@@ -85,6 +87,14 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
         raise CheckpointError("not in canonical form: it was changed after it was written")
     _check_fields(found)
     return found
+
+
+def _require_shallow(value: Any, levels: int) -> None:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if levels == 0 and inner:
+        raise CheckpointError(f"nested more than {_DEEPEST} levels deep")
+    for one in inner:
+        _require_shallow(one, levels - 1)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,11 +134,14 @@ def _check_names(found: dict[str, Any]) -> None:
         if not _is_spec(spec):
             raise CheckpointError(f"model: {name} is {spec!r}, not [dtype, shape]")
     for alias, name in found["aliases"].items():
-        if name not in found["model"] or alias in found["model"]:
+        if not isinstance(name, str) or name not in found["model"] or alias in found["model"]:
             raise CheckpointError(f"aliases: {alias} -> {name!r}, which is no tensor of the model")
     for name, group in found["groups"].items():
-        if not is_plain_name(name) or not isinstance(group, dict):
-            raise CheckpointError(f"groups: {name!r} is not a group")
+        if not is_plain_name(name) or not isinstance(group, dict) or not _is_contract(group.get("contract")):
+            raise CheckpointError(f"groups: {name!r} is not a group with a contract")
+        members = group.get("members", [])
+        if not isinstance(members, list) or not all(map(_is_count, members)):
+            raise CheckpointError(f"groups: {name}: members are {members!r}, not ranks")
     paths = [
         str(entry["path"]) if isinstance(entry, dict) and "path" in entry else str(entry) for entry in found["files"]
     ]
@@ -146,6 +159,28 @@ def _is_spec(spec: Any) -> bool:
     )
 
 
+def _is_contract(contract: Any) -> bool:
+    """A list of specs, sorted by path, in which an alias points to an earlier spec or to itself."""
+    if not isinstance(contract, list):
+        return False
+    before = ""
+    for index, spec in enumerate(contract):
+        sound = (
+            isinstance(spec, dict)
+            and spec.keys() == {"path", "shape", "dtype", "trainable", "alias"}
+            and isinstance(spec["path"], str)
+            and (spec["path"] > before or index == 0)
+            and _is_spec([spec["dtype"], spec["shape"]])
+            and isinstance(spec["trainable"], bool)
+            and _is_count(spec["alias"])
+            and spec["alias"] <= index
+        )
+        if not sound:
+            return False
+        before = spec["path"]
+    return True
+
+
 def _check_entry(entry: Any, world_size: int, groups: dict[str, Any]) -> None:
     if not isinstance(entry, dict) or not is_safe_path(entry.get("path")) or entry["path"] == MANIFEST:
         path = entry.get("path") if isinstance(entry, dict) else entry
@@ -158,8 +193,11 @@ def _check_entry(entry: Any, world_size: int, groups: dict[str, Any]) -> None:
     if entry["role"] != "record":
         return
     fragments = entry.get("fragments")
-    if entry.get("group") not in groups or not isinstance(fragments, dict):
-        raise CheckpointError(f"{where}: group or fragments is missing or malformed")
+    group = entry.get("group")
+    if not isinstance(group, str) or group not in groups:
+        raise CheckpointError(f"{where}: group {group!r} is not in the manifest")
+    if not isinstance(fragments, dict) or not isinstance(entry.get("meta"), dict):
+        raise CheckpointError(f"{where}: meta or fragments is missing or malformed")
     for path, held in fragments.items():
         if not isinstance(held, list) or len(held) != 2 or not all(map(_is_count, held)) or held[0] >= held[1]:
             raise CheckpointError(f"{where}: fragment {path} is {held!r}, not [start, stop]")

@@ -120,8 +120,9 @@ def tree_problems(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 def scan(run_dir: Path) -> list[Found]:
     """All published checkpoints of a run folder, newest first; [] where there are none. Left-overs are none.
 
-    A folder whose manifest cannot be read counts as newer than every checkpoint of a lower step, and as the newest if
-    LATEST names it: better to stop and say so than to go on from an old state unasked.
+    A folder whose manifest cannot be read counts as the newest if LATEST names it, and else as newer than every
+    checkpoint of a lower step, unless LATEST names a complete one and its manifest: better to stop and say so than to
+    go on from an old state unasked.
     """
     folder = checkpoints_folder(run_dir)
     try:
@@ -130,12 +131,20 @@ def scan(run_dir: Path) -> list[Found]:
         return []
     # One that vanishes between listing and looking was removed by retention.
     found = [one for one in (examine(folder / name) for name in names) if one.path.is_dir()]
-    hinted = read_latest(run_dir).get("dir")
-    known = sorted((one for one in found if one.sequence is not None), key=lambda one: (one.sequence, one.step))
+    return _oldest_first(found, read_latest(run_dir))[::-1]
+
+
+def _oldest_first(found: list[Found], hint: Mapping[str, Any]) -> list[Found]:
+    ordered = sorted((one for one in found if one.sequence is not None), key=lambda one: (one.sequence, one.step))
     for unknown in (one for one in found if one.sequence is None):
-        older = [index for index, one in enumerate(known) if one.step < unknown.step]
-        known.insert(len(known) if unknown.path.name == hinted else (older[-1] + 1 if older else 0), unknown)
-    return known[::-1]
+        place = max((index for index, one in enumerate(ordered, 1) if one.step < unknown.step), default=0)
+        if unknown.path.name == hint.get("dir"):
+            place = len(ordered)
+        for index, one in enumerate(ordered):
+            if one.complete and (one.path.name, one.manifest_sha256) == (hint.get("dir"), hint.get("manifest_sha256")):
+                place = min(place, index)
+        ordered.insert(place, unknown)
+    return ordered
 
 
 def newest(run_dir: Path) -> Found | None:

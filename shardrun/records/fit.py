@@ -176,7 +176,7 @@ def differences(saved: Any, expected: Any, where: str) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(expected, Mapping):
         for key in sorted(saved.keys() | expected.keys()):
             yield from differences(saved.get(key, _ABSENT), expected.get(key, _ABSENT), f"{where}.{key}")
-    elif isinstance(saved, list) and isinstance(expected, list) and len(saved) == len(expected):
+    elif isinstance(saved, list | tuple) and isinstance(expected, list | tuple) and len(saved) == len(expected):
         for index, (one, other) in enumerate(zip(saved, expected, strict=True)):
             yield from differences(one, other, f"{where}.{index}")
     elif saved != expected or type(saved) is not type(expected):

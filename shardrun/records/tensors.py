@@ -44,3 +44,10 @@ def as_bytes(flat: Tensor) -> memoryview:
 def fresh_tensor(entry: Entry) -> Tensor:
     """An uninitialised CPU tensor for what `entry` describes."""
     return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+
+
+def scalar_tensor(dtype: str, data: bytes) -> Tensor:
+    """A 0-dim CPU tensor of `dtype` ("float32", ...) from its bytes."""
+    tensor = torch.empty((), dtype=getattr(torch, dtype))
+    as_bytes(tensor)[:] = data
+    return tensor

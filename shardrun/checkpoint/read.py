@@ -1,0 +1,132 @@
+"""One rank's files of a checkpoint, hashed while they are read into fresh tensors. Files are read, never mapped: a file
+that shrinks under a mapping would kill the process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardrun.checkpoint.safe_files import open_inside
+from shardrun.checkpoint.snapshot import GROUP_SECTIONS
+from shardrun.errors import CheckpointError
+from shardrun.records.fit import piece_violations
+from shardrun.records.header import Header, fill, read_header_of
+from shardrun.records.header_parser import DTYPE_NAMES
+from shardrun.records.record import Zero2Record, record_key
+from shardrun.records.tensors import as_bytes, fresh_tensor, host_bytes, scalar_tensor
+from shardrun.shard.contract import Contract
+
+
+@dataclass
+class RankFiles:
+    """What a rank has read; `problems` names every file that is not what the manifest says."""
+
+    model: dict[str, Tensor] = field(default_factory=dict)
+    records: dict[str, Zero2Record] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_rank_files(checkpoint: Path, manifest: Mapping[str, Any], rank: int) -> RankFiles:
+    """The model, and `rank`'s records and state. A problem with one file keeps no other from being checked."""
+    found = RankFiles()
+    due = _files_due(manifest, rank)
+    for label, entries in due.items():
+        if len(entries) != 1:
+            found.problems.append(f"{checkpoint}: the manifest lists {len(entries)} files for {label}, not one")
+            continue
+        try:
+            _read_into(found, checkpoint, manifest, entries[0])
+        except CheckpointError as error:
+            found.problems.append(str(error))
+    if not found.problems:
+        found.model |= {alias: found.model[name] for alias, name in manifest["aliases"].items()}
+    return found
+
+
+def _files_due(manifest: Mapping[str, Any], rank: int) -> dict[str, list[dict[str, Any]]]:
+    """What a rank has to find -> the entries that claim to be it; sound is exactly one each."""
+    mine = [entry for entry in manifest["files"] if entry["rank"] == rank]
+    due = {"the model": [entry for entry in manifest["files"] if entry["role"] == "model"]}
+    for name, group in manifest["groups"].items():
+        if rank in group.get("members", [rank]):
+            due[f"the record of group {name} of rank {rank}"] = [
+                entry for entry in mine if entry["role"] == "record" and entry["group"] == name
+            ]
+    due[f"the state of rank {rank}"] = [entry for entry in mine if entry["role"] == "state"]
+    return due
+
+
+def _read_into(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    header, tensors = read_verified(checkpoint, entry)
+    where = checkpoint / entry["path"]
+    if entry["role"] == "model":
+        held = {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in header.tensors.items()}
+        if held != manifest["model"]:
+            raise CheckpointError(f"{where}: its tensors are not those that the manifest lists")
+        found.model = tensors
+    elif entry["role"] == "record":
+        misfits = piece_violations(entry["fragments"], header.tensors)
+        if misfits:
+            raise CheckpointError(f"{where}: {'; '.join(misfits[:5])}")
+        group = manifest["groups"][entry["group"]]
+        sections = {key: group[key] for key in GROUP_SECTIONS if key in group}
+        meta = {**entry["meta"], **sections, "group": entry["group"], "fragments": entry["fragments"]}
+        found.records[entry["group"]] = Zero2Record(meta, tensors)
+    else:
+        found.state = tensors
+
+
+def read_verified(checkpoint: Path, entry: Mapping[str, Any]) -> tuple[Header, dict[str, Tensor]]:
+    """Header and tensors of one registered file; CheckpointError unless size, form and sha256 are as registered."""
+    where = str(checkpoint / entry["path"])
+    with open_inside(checkpoint, entry["path"]) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{where}: {entry['bytes']:,} bytes expected, {size:,} found")
+        header, head = read_header_of(file, where)
+        digest = hashlib.sha256(head)
+        tensors = {}
+        # In the order of the file, which has no gaps: every byte goes through the hash once.
+        for name, one in header.tensors.items():
+            tensors[name] = fresh_tensor(one)
+            data = as_bytes(tensors[name])
+            fill(file, data, where)
+            digest.update(data)
+    if digest.hexdigest() != entry["sha256"]:
+        raise CheckpointError(
+            f"{where}: sha256 {entry['sha256']} expected, {digest.hexdigest()} found: its content was changed"
+        )
+    return header, tensors
+
+
+# ---- scalars of parameters that are cut ------------------------------------------------------------------------------
+
+
+def shared_scalars(records: Mapping[str, Zero2Record]) -> dict[str, dict[str, list[str]]]:
+    """{group: {name: [dtype, bytes as hex]}} of the scalars that this rank's file holds for other ranks too."""
+    shared: dict[str, dict[str, list[str]]] = {}
+    for group, record in records.items():
+        numel = {spec.path: spec.numel for spec in Contract.from_json(record.meta["contract"]).specs}
+        for name, tensor in record.tensors.items():
+            path = record_key(name)[0]
+            if tensor.dim() == 0 and record.meta["fragments"][path][1] < numel.get(path, 0):
+                text = [str(tensor.dtype).removeprefix("torch."), bytes(host_bytes(tensor)).hex()]
+                shared.setdefault(group, {})[name] = text
+    return shared
+
+
+def spread_scalars(records: Mapping[str, Zero2Record], shared: Iterable[Mapping[str, Mapping[str, list[str]]]]) -> None:
+    """Give each record the scalars of the fragments that begin on another rank; `shared` comes from all ranks."""
+    for groups in shared:
+        for group, scalars in groups.items():
+            for name, (dtype, data) in scalars.items():
+                held = records[group].meta["fragments"].get(record_key(name)[0]) if group in records else None
+                if held is not None and held[0] > 0:
+                    records[group].tensors[name] = scalar_tensor(dtype, bytes.fromhex(data))

@@ -1,0 +1,140 @@
+"""What a rank hands over to be saved, and the files that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shardrun.checkpoint.manifest import canonical_json, is_plain_name
+from shardrun.checkpoint.store import MODEL_FILE, record_file, state_file
+from shardrun.errors import CheckpointError
+from shardrun.records.fit import piece_violations
+from shardrun.records.header import TensorBytes, planned_bytes
+from shardrun.records.header_parser import DTYPE_NAMES
+from shardrun.records.record import Zero2Record, record_key
+from shardrun.records.tensors import host_bytes, tensor_bytes
+from shardrun.shard.contract import Contract
+
+# What of a record's meta describes its group; it stands once in the manifest. The rest stands beside each file.
+GROUP_SECTIONS = ("contract", "layout", "optimizer", "numerics")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank at a step.
+
+    `manifest`: the plain-JSON sections of the manifest, the same on every rank: run, attempt, parent, counters,
+    topology, schedule, data, numerics, config, meaning, param_sha256 (must be there), groups (a group's contract,
+    layout, optimizer and numerics are taken from its record where they are not given).
+    `model`: the whole model by name, tied tensors once; rank 0 writes it, all ranks describe it. `aliases`: further
+    names of tied tensors -> the name in `model`. `records`: group -> this rank's record. `rank_state`: this rank's own
+    tensors (RNG streams as uint8, rank-local buffers, ...). Tensors are read while `save` runs, never written.
+    """
+
+    step: int
+    manifest: Mapping[str, Any]
+    model: Mapping[str, Tensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    records: Mapping[str, Zero2Record] = field(default_factory=dict)
+    rank_state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that this rank will write; `entry` is its line in the manifest, but for bytes and sha256."""
+
+    path: str
+    tensors: dict[str, TensorBytes]
+    metadata: dict[str, str]
+    entry: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Size the file will have."""
+        return planned_bytes(self.tensors, self.metadata)
+
+
+def model_specs(snapshot: Snapshot) -> dict[str, list[Any]]:
+    """{name: [dtype, shape]} of the model, as in the manifest and in what `load` expects."""
+    described = {name: tensor_bytes(name, tensor) for name, tensor in snapshot.model.items()}
+    return {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in described.items()}
+
+
+def group_sections(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """The groups as the manifest has them; CheckpointError where a record contradicts what the manifest was given."""
+    groups: dict[str, dict[str, Any]] = {
+        name: dict(given) for name, given in snapshot.manifest.get("groups", {}).items()
+    }
+    for name, record in snapshot.records.items():
+        section = groups.setdefault(name, {})
+        for key in GROUP_SECTIONS:
+            if key not in record.meta:
+                continue
+            if canonical_json(section.setdefault(key, record.meta[key])) != canonical_json(record.meta[key]):
+                raise CheckpointError(f"group {name}: {key} of its record is not the {key} in the manifest")
+    return groups
+
+
+def planned_files(snapshot: Snapshot, rank: int, world_size: int) -> list[PlannedFile]:
+    """The files of this rank: its records, its state, and the model on rank 0. CheckpointError if some cannot be."""
+    files = []
+    if rank == 0:
+        tied = [
+            alias for alias, name in snapshot.aliases.items() if name not in snapshot.model or alias in snapshot.model
+        ]
+        if tied:
+            raise CheckpointError(f"aliases {tied} do not point from a name that is not stored to one that is")
+        files.append(_planned(snapshot, MODEL_FILE, snapshot.model, {"format": "pt"}, {"role": "model", "rank": 0}))
+    for group, record in snapshot.records.items():
+        files.append(_planned_record(snapshot, group, record, rank))
+    entry = {"role": "state", "rank": rank}
+    files.append(_planned(snapshot, state_file(rank, world_size), snapshot.rank_state, {}, entry))
+    return files
+
+
+def _planned_record(snapshot: Snapshot, group: str, record: Zero2Record, rank: int) -> PlannedFile:
+    if not is_plain_name(group):
+        raise CheckpointError(f"group {group!r} cannot be a folder name; use letters, digits and . _ -")
+    fragments: dict[str, list[int]] = {path: list(held) for path, held in record.meta["fragments"].items()}
+    misfits = piece_violations(fragments, _shaped(record.tensors))
+    if misfits:
+        raise CheckpointError(f"record of group {group} is not whole: " + "; ".join(misfits))
+    kept = {
+        name: tensor
+        for name, tensor in record.tensors.items()
+        if tensor.dim() or fragments[record_key(name)[0]][0] == 0
+    }
+    own = {key: value for key, value in record.meta.items() if key not in (*GROUP_SECTIONS, "group", "fragments")}
+    entry = {"role": "record", "rank": rank, "group": group, "fragments": fragments, "meta": own}
+    path = record_file(group, record.meta["rank"], record.meta["world_size"])
+    contract = Contract.from_json(record.meta["contract"])
+    return _planned(snapshot, path, kept, {"contract": contract.digest}, entry)
+
+
+def _shaped(tensors: Mapping[str, Tensor]) -> dict[str, TensorBytes]:
+    return {name: tensor_bytes(name, tensor) for name, tensor in tensors.items()}
+
+
+def _planned(
+    snapshot: Snapshot, path: str, tensors: Mapping[str, Tensor], metadata: dict[str, str], entry: dict[str, Any]
+) -> PlannedFile:
+    run = snapshot.manifest.get("run")
+    told = {**metadata, "step": str(snapshot.step), **({"run": run} if isinstance(run, str) else {})}
+    return PlannedFile(path, _shaped(tensors), told, entry)
+
+
+def split_state(record: Zero2Record) -> dict[str, dict[str, str]]:
+    """What all holders of a cut parameter must hold alike: {path: {key: dtype, and value if it is a scalar}}."""
+    whole = {spec.path: [0, spec.numel] for spec in Contract.from_json(record.meta["contract"]).specs}
+    found: dict[str, dict[str, str]] = {
+        path: {} for path, held in record.meta["fragments"].items() if list(held) != whole.get(path)
+    }
+    for name, tensor in record.tensors.items():
+        path, key = record_key(name)
+        if path in found:
+            value = "" if tensor.dim() else " " + bytes(host_bytes(tensor)).hex()
+            found[path][key] = str(tensor.dtype) + value
+    return found

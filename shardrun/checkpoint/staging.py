@@ -1,0 +1,130 @@
+"""Steps 2 to 4 of a save: a folder that every rank can see, every rank's files in it, and all outcomes on all ranks."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from shardrun.checkpoint.manifest import is_plain_name
+from shardrun.checkpoint.plan import Plan
+from shardrun.checkpoint.retention import clear_leftovers
+from shardrun.checkpoint.safe_files import open_inside
+from shardrun.checkpoint.snapshot import PlannedFile, Snapshot, split_state
+from shardrun.checkpoint.store import CHECKPOINTS, STAGING, step_name
+from shardrun.checkpoint.together import by_root, together
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CheckpointError
+from shardrun.records.durable import make_folder, sync_folder, write_file
+from shardrun.records.fit import cover_violations
+from shardrun.records.header import write_safetensors
+
+NONCE = "nonce"
+
+
+def open_staging(run_dir: Path, comm: Communicator, snapshot: Snapshot, needed: int) -> Path:
+    """Rank 0 clears left-overs, checks the room and makes the folder; every rank reads its nonce back; collective."""
+    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, snapshot, needed))
+    staging = run_dir / CHECKPOINTS / STAGING / str(made["name"])
+
+    def read_back() -> None:
+        try:
+            with open_inside(staging, NONCE) as file:
+                found = file.read(100).decode("ascii", "replace")
+        except CheckpointError as error:
+            found = str(error)
+        if found != made["nonce"]:
+            raise CheckpointError(
+                f"{staging}: the nonce that rank 0 wrote there is not to be found ({found}); "
+                f"{run_dir} has to be one folder that all ranks share"
+            )
+
+    together(comm, "checkpoint nonce", read_back)
+    return staging
+
+
+def _make_staging(run_dir: Path, snapshot: Snapshot, needed: int) -> dict[str, str]:
+    folder = run_dir / CHECKPOINTS
+    nonce = secrets.token_hex(16)
+    attempt = str(snapshot.manifest.get("attempt", ""))
+    name = f"{step_name(snapshot.step)}.{attempt if is_plain_name(attempt) else 'unnamed'}.{nonce[:8]}"
+    try:
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        make_folder(folder, exist_ok=True)
+        for path in new:
+            sync_folder(path.parent)
+        clear_leftovers(folder)
+        if needed > shutil.disk_usage(folder).free:
+            raise CheckpointError(cannot_save(folder, needed, "there is not enough room"))
+        make_folder(folder / STAGING / name, exist_ok=True)
+        write_file(folder / STAGING / name / NONCE, nonce.encode())
+    except OSError as error:
+        raise CheckpointError(cannot_save(folder, needed, error)) from error
+    return {"name": name, "nonce": nonce}
+
+
+def cannot_save(folder: Path, needed: int, why: OSError | str) -> str:
+    """The message for a save that the disk does not take."""
+    cause = why if isinstance(why, str) else f"{why.strerror} ({why.filename or 'while writing'})"
+    try:
+        free = f"{shutil.disk_usage(folder).free:,} bytes are free there"
+    except OSError:
+        free = "how many are free there is not known"
+    return f"{folder}: cannot save: {cause}; this checkpoint needs {needed:,} bytes, {free}"
+
+
+def write_files(staging: Path, comm: Communicator, plan: Plan, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Every rank writes its files, hashed and fsynced; the manifest lines of all files, on all ranks; collective."""
+
+    def write() -> dict[str, Any]:
+        try:
+            entries = [_write_one(staging, file) for file in plan.files]
+        except OSError as error:
+            raise CheckpointError(cannot_save(staging.parent.parent, plan.needed, error)) from error
+        return {"entries": entries, "split": {group: split_state(record) for group, record in snapshot.records.items()}}
+
+    answers = together(comm, "checkpoint files", write)
+    entries = [entry for answer in answers for entry in answer["entries"]]
+    found = _twice(entries) + _uncovered(plan, entries) + _unlike([answer["split"] for answer in answers])
+    if found:
+        raise CheckpointError(f"step {snapshot.step} is not saved, its records are not whole: " + "; ".join(found))
+    return entries
+
+
+def _write_one(staging: Path, file: PlannedFile) -> dict[str, Any]:
+    path = staging / file.path
+    make_folder(path.parent, exist_ok=True)
+    digest = write_safetensors(path, file.tensors, file.metadata)
+    # Whoever wrote a file makes its name durable; the rename can then be the last thing that happens.
+    for folder in path.relative_to(staging).parents:
+        sync_folder(staging / folder)
+    return {**file.entry, "path": file.path, "bytes": digest.bytes, "sha256": digest.sha256}
+
+
+def _twice(entries: list[dict[str, Any]]) -> list[str]:
+    paths = [entry["path"] for entry in entries]
+    return [f"{path} is written by two ranks" for path in sorted(set(paths)) if paths.count(path) > 1]
+
+
+def _uncovered(plan: Plan, entries: list[dict[str, Any]]) -> list[str]:
+    """Fragments that leave elements out, or hold some twice: found here rather than at the resume."""
+    found = []
+    for group, section in plan.sections["groups"].items():
+        held = {e["rank"]: e["fragments"] for e in entries if e["role"] == "record" and e["group"] == group}
+        found += [f"group {group}: {line}" for line in cover_violations(section["contract"], held)]
+    return found
+
+
+def _unlike(split: list[dict[str, dict[str, dict[str, str]]]]) -> list[str]:
+    """Cut parameters whose holders do not have the same state keys, or not the same value of a scalar."""
+    holders: dict[tuple[str, str], dict[int, dict[str, str]]] = {}
+    for rank, groups in enumerate(split):
+        for group, paths in groups.items():
+            for path, held in paths.items():
+                holders.setdefault((group, path), {})[rank] = held
+    return [
+        f"group {group}: the ranks hold unlike state of {path}: {by_rank}"
+        for (group, path), by_rank in holders.items()
+        if any(held != next(iter(by_rank.values())) for held in by_rank.values())
+    ]
