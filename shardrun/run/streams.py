@@ -47,7 +47,7 @@ class RankLog:
         """Append `lines`."""
         if self._held is not None:
             self._held += lines
-        elif lines and not self._ended:
+        elif not self._ended:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
