@@ -72,7 +72,7 @@ def open_communicator(config: Config) -> Communicator:
 
 
 def build(config: Config, comm: Communicator) -> Built:
-    """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused by all."""
+    """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused."""
     recipe = load_recipe(config.recipe, config.recipe_args)
     world = World(comm.rank, comm.world_size)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
@@ -152,6 +152,6 @@ def _schedule(config: Config, loader: MicroBatchLoader) -> Schedule:
         total = train.epochs * windows_per_epoch(loader.samples, train.global_batch_size, config.data.drop_last)
     if total is None and asked.name != "constant":
         raise ConfigError(
-            f"schedule.total_steps: null, but a {asked.name} schedule over train.tokens needs the number of updates; give it"
+            f"schedule.total_steps: null, but a {asked.name} schedule over train.tokens needs the number of updates"
         )
     return Schedule(asked.name, asked.warmup_steps, asked.min_lr_ratio, total or 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the base rate is multiplied by: linear warm-up, then constant, linear or half-cosine decay to `min_ratio`."""
+    """Multiplies the base rate: linear warm-up, then constant, linear or half-cosine decay to `min_ratio`."""
 
     name: str
     warmup_steps: int

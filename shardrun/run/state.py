@@ -77,7 +77,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
 def numerics(built: Built) -> dict[str, Any]:
     """What the bits depend on besides the config."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "device": built.comm.device.type,
         "threads": torch.get_num_threads(),
         "seam": built.comm.seam,

@@ -52,7 +52,8 @@ class Trainer:
     plan: Plan
     progress: Progress
     lineage: Lineage
-    metrics: MetricsFile | None
+    metrics: MetricsFile | None = None
+    """Rank 0's, once there is something to write."""
     _evaluator: Evaluator | None = None
     _saved_step: int = -1
     _warned: set[str] = field(default_factory=set)

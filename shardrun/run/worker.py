@@ -34,7 +34,8 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
             trainer.run()
         comm.agree("end of the run")
         if comm.rank == 0:
-            write_curve(trainer.plan.run_dir)
+            if not already:
+                write_curve(trainer.plan.run_dir)
             tether.send("finished", step=trainer.progress.step, already=already)
     finally:
         comm.close()  # frees peers that wait for this rank
@@ -46,9 +47,11 @@ def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     progress, lineage = resume(built, run_dir, options)
     if built.comm.rank == 0 and lineage.parent is not None:
         tether.send("resumed", step=progress.step, path=str(lineage.parent))
-    metrics = MetricsFile(run_dir, progress.step) if built.comm.rank == 0 else None
     plan = Plan(run_dir, stop_at=options.get("stop_at"), saves=options.get("saves", True))
-    return Trainer(built, tether, plan, progress, lineage, metrics)
+    trainer = Trainer(built, tether, plan, progress, lineage)
+    if built.comm.rank == 0 and not trainer.finished:  # a finished run is left exactly as it is
+        trainer.metrics = MetricsFile(run_dir, progress.step)
+    return trainer
 
 
 def _start_event(trainer: Trainer) -> None:

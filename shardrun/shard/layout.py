@@ -98,7 +98,8 @@ class FlatLayout:
 
     def to_json(self) -> list[dict[str, Any]]:
         """As plain JSON."""
-        return [asdict(space) for space in self.spaces]
+        plain: list[dict[str, Any]] = json.loads(json.dumps([asdict(space) for space in self.spaces]))
+        return plain
 
     @staticmethod
     def from_json(items: list[dict[str, Any]]) -> FlatLayout:
