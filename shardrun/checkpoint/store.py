@@ -80,12 +80,13 @@ def checkpoints_folder(path: Path) -> Path:
 def examine(path: Path) -> Found:
     """Look at one checkpoint folder: manifest, and names and sizes of the files. Reads no tensor."""
     named = step_of(path.name)
+    size = 0
     try:
+        size = sum(status.st_size for _, status in list_tree(path))
         manifest, manifest_sha256 = read_manifest(path)
         problems = tree_problems(path, manifest)
-        size = sum(status.st_size for _, status in list_tree(path))
     except (CheckpointError, OSError) as error:
-        return Found(named or 0, path, False, str(error))
+        return Found(named or 0, path, False, str(error), bytes=size)
     step = manifest["step"]
     if named is not None and named != step:
         problems.insert(0, f"{path / MANIFEST}: is that of step {step}")
