@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,12 @@ def open_communicator(config: Config) -> Communicator:
     return Communicator.open(joined)
 
 
-def build(config: Config, comm: Communicator) -> Built:
-    """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused."""
+def build(config: Config, comm: Communicator, order: Sequence[str] | None = None) -> Built:
+    """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused.
+
+    `order` is that of the flat buffers in the checkpoint to go on from: a model that defines its parameters in another
+    order than the one that was saved is the same model.
+    """
     recipe = load_recipe(config.recipe, config.recipe_args)
     world = World(comm.rank, comm.world_size)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
@@ -90,7 +95,7 @@ def build(config: Config, comm: Communicator) -> Built:
     checkpointed = models.checkpoint_activations(model, config.train.activation_checkpointing)
     if checkpointed:
         notes.append(f"activations of {checkpointed} modules are computed again in backward")
-    session = SelectedDataParallel(comm, model, selection)
+    session = SelectedDataParallel(comm, model, selection, order)
     loader = _loader(config, recipe, comm)
     return Built(
         config=config,

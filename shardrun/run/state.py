@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from shardrun.checkpoint.commit import Saved, Snapshot, save
 from shardrun.checkpoint.load import Loaded, load
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.store import candidates
+from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import restore_rng, rng_states
 from shardrun.errors import CheckpointError
@@ -96,10 +100,30 @@ def parameter_digest(built: Built) -> str:
     return digest.hexdigest()
 
 
-def resume(built: Built, run_dir: Path, options: Mapping[str, Any]) -> tuple[Progress, Lineage]:
+def _source(job: Mapping[str, Any]) -> Path:
+    """Where to go on from: the checkpoint or folder that was asked for, or this run's own folder."""
+    return Path(job["options"].get("resume_from") or job["run_dir"])
+
+
+def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
+    """The order of the flat buffers in the checkpoint that `resume` will take up; collective.
+
+    None where there is none, or where it cannot be read: `resume` says why.
+    """
+    order: list[str] | None = None
+    if comm.rank == 0:
+        with suppress(CheckpointError, OSError, LookupError, TypeError):
+            manifest, _ = read_manifest(candidates(_source(job))[0].path)
+            spaces = manifest["groups"]["default"]["layout"]
+            order = [placed["path"] for space in spaces for placed in space["parameters"]]
+    found: list[str] | None = comm.agree("saved order", order)[0]
+    return found
+
+
+def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
     """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective."""
-    chosen = options.get("resume_from")
-    source = run_dir if chosen is None else Path(chosen)
+    options = job["options"]
+    source = _source(job)
     expected = _expected(built)
     if options.get("accept_changes"):
         del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
@@ -108,6 +132,10 @@ def resume(built: Built, run_dir: Path, options: Mapping[str, Any]) -> tuple[Pro
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
     progress = restore(built, loaded)
+    built.notes.extend(loaded.notes)
+    saved = loaded.manifest.get("recipe", {}).get("sha256")
+    if saved != built.recipe.sha256:
+        built.notes.append(f"{built.recipe.source} is not the file that the checkpoint was made with (sha256 {saved})")
     run = str(loaded.manifest["run"])
     return progress, Lineage(run, _attempt(built), loaded.path, options.get("fence"))
 

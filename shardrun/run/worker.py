@@ -13,9 +13,10 @@ from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import write_curve
 from shardrun.run.metrics import MetricsFile
 from shardrun.run.report_tables import start_tables
-from shardrun.run.state import resume
+from shardrun.run.state import resume, saved_order
 from shardrun.run.tether import Tether
 from shardrun.run.trainer import Plan, Trainer
+from shardrun.run.witness import Witness
 
 
 def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
@@ -26,7 +27,7 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
     try:
         trainer: Trainer | None = None
         comm.observer = lambda phase, collective: tether.status.set(_step_of(trainer), phase, collective)
-        built = build(config, comm)
+        built = build(config, comm, saved_order(comm, job))
         trainer = _trainer(built, job, tether)
         _start_event(trainer)
         already = trainer.finished
@@ -44,11 +45,16 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
 
 def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     options, run_dir = job["options"], Path(job["run_dir"])
-    progress, lineage = resume(built, run_dir, options)
+    progress, lineage = resume(built, job)
     if built.comm.rank == 0 and lineage.parent is not None:
         tether.send("resumed", step=progress.step, path=str(lineage.parent))
-    plan = Plan(run_dir, stop_at=options.get("stop_at"), saves=options.get("saves", True))
-    trainer = Trainer(built, tether, plan, progress, lineage)
+    plan = Plan(
+        run_dir,
+        stop_at=options.get("stop_at"),
+        end_at=None if witness is None else witness.plan.end,
+        saves=options.get("saves", True),
+    )
+    trainer = Trainer(built, tether, plan, progress, lineage, witness=witness)
     if built.comm.rank == 0 and not trainer.finished:  # a finished run is left exactly as it is
         trainer.metrics = MetricsFile(run_dir, progress.step)
     return trainer

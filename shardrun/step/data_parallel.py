@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from shardrun.comm.communicator import Communicator
@@ -16,16 +18,19 @@ class SelectedDataParallel:
     Collective: every rank of the group makes it, with a selection of the same contract (paths, shapes, dtypes,
     trainable flags, ties; definition order may differ). A difference is raised on every rank as ContractError naming
     the first differing path and all sides. Then the selected parameters are broadcast from rank 0. Unselected ones are
-    not touched.
+    not touched. `order` (the root's counts) is the order of the trainable paths in the flat buffers, if it is not to be
+    the root's definition order; it is ignored unless it names exactly these.
     """
 
-    def __init__(self, comm: Communicator, model: nn.Module, selection: Selection) -> None:
+    def __init__(
+        self, comm: Communicator, model: nn.Module, selection: Selection, order: Sequence[str] | None = None
+    ) -> None:
         self.comm = comm
         self.model = model
         self.selection = selection
         self.contract = selection.contract()
         self._compare_contracts()
-        self.order = self._root_order()
+        self.order = self._root_order(order)
         self._broadcast()
 
     @property
@@ -44,11 +49,13 @@ class SelectedDataParallel:
             contracts = [Contract.from_json(items) for items in self.comm.agree("contract", self.contract.to_json())]
             raise ContractError(f"the ranks select different parameters: {first_difference(contracts)}")
 
-    def _root_order(self) -> list[str]:
-        """First paths of the distinct trainable parameters, in the root's definition order; nobody else's counts."""
+    def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
+        """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
         first = {spec.path: self.contract.specs[spec.alias].path for spec in self.contract.specs}
         trainable = {spec.path for spec in self.contract.distinct() if spec.trainable}
         order = list(dict.fromkeys(first[path] for path in self.parameters if first[path] in trainable))
+        if wanted is not None and sorted(wanted) == sorted(order):
+            order = list(wanted)
         return list(self.comm.agree("definition order", order if self.comm.rank == 0 else None)[0])
 
     def _broadcast(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +39,29 @@ def transaction(comm: Communicator, step: int) -> Iterator[None]:
         if not isinstance(error, Exception):
             raise
         raise _failed(comm, step, error) from error
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM from the vote to the end of the commit; they are delivered then.
+
+    Handlers run in the main thread only, so elsewhere there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {one: handler for one, handler in handlers.items() if callable(handler)}
+    for one in handlers:
+        signal.signal(one, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+        for number in dict.fromkeys(held):
+            signal.raise_signal(number)
 
 
 def _failed(comm: Communicator, step: int, error: Exception) -> StepFailed:

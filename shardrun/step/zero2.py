@@ -19,7 +19,7 @@ from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agre
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
 from shardrun.step.slices import agree_layout, make_slice, master_views, tensor_misfits
-from shardrun.step.transaction import transaction
+from shardrun.step.transaction import signals_deferred, transaction
 
 __all__ = ["MissingGradientPolicy", "SelectedZero2", "StepResult"]
 
@@ -194,12 +194,12 @@ class SelectedZero2:
                 comm.enter("gather")
                 self._gather()
 
-                comm.enter("vote")
-                comm.vote()
+                with signals_deferred():
+                    comm.enter("vote")
+                    comm.vote()
 
-                comm.enter("commit")
-                self._commit(window)
-            self.step_count += 1
+                    comm.enter("commit")
+                    self._commit(window)
             flat.clear()
         absent = tuple(path for path, here in window.present.items() if not here)
         return StepResult(window.global_weight, grad_norm, self.session.remaining_gradients(), absent)
@@ -260,6 +260,7 @@ class SelectedZero2:
                 s.bucket.param.copy_(s.bucket.staging)
             elif s.has_master:
                 s.bucket.own.copy_(s.leaf)
+        self.step_count += 1
         self.flat.clear_staged()
 
     def discard_gradients(self) -> None:
