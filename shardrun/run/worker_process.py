@@ -143,6 +143,9 @@ def _environment(job: Job, control: Path, rank: int, store: socket.socket | None
         "SHARDRUN_STATUS": str(_status_path(control, rank)),
         "SHARDRUN_ERROR": str(_error_path(control, rank)),
     }
+    # torch asks for the user's name when it makes its first optimizer; without one in the environment that is a call to
+    # the name service, through a socket.
+    env.setdefault("USER", env.get("LOGNAME", str(os.getuid())))
     if store is not None:
         address, port = store.getsockname()
         env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
