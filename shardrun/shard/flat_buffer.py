@@ -49,7 +49,7 @@ class Pending:
 class FlatBuffers:
     """The flat storage of one session on one rank.
 
-    Making one moves the given parameters into it: their `.data` become contiguous views, values unchanged. From then on
+    Making one moves the trainable ones of the given parameters into it: their `.data` become contiguous views, values unchanged. From then on
     gradients are accumulated in FP32 in the flat range; `.grad` is a view of it. Presence of a gradient is `.grad` at
     the step: our view, another tensor (copied in), or None (absent).
     """
@@ -57,6 +57,7 @@ class FlatBuffers:
     def __init__(self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
         self.layout = layout
         self.buckets: list[FlatBucket] = []
+        self._frozen = [(path, parameter) for path, parameter in parameters.items() if not parameter.requires_grad]
         self._held: list[_Held] = []
         self._sixteen_bit: list[Tensor] = []
         for space in layout.spaces:
@@ -90,7 +91,12 @@ class FlatBuffers:
 
     def collect(self) -> Pending:
         """The local gradients of the window. Local; foreign `.grad` tensors are copied in, nothing else is changed."""
-        present, problems = [], []
+        present = []
+        problems = [
+            f"{path}: was frozen at set-up and is trainable now; make a new session after unfreezing"
+            for path, parameter in self._frozen
+            if parameter.requires_grad
+        ]
         for held in self._held:
             parameter, grad = held.parameter, held.parameter.grad
             if parameter.data_ptr() != held.data_ptr or not parameter.requires_grad:

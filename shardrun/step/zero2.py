@@ -185,7 +185,7 @@ class SelectedZero2:
                 self._normalise(window.global_weight if mode == "mean" else None)
 
                 comm.enter("decide")
-                grad_norm = self._decide(call, max_grad_norm)
+                grad_norm = self._decide(call, max_grad_norm, window)
 
                 comm.enter("propose")
                 optimizer.set_lr(base_lr)
@@ -217,27 +217,28 @@ class SelectedZero2:
             if s.grad is not s.reduced:
                 s.grad.copy_(s.reduced)
 
-    def _decide(self, call: str, max_grad_norm: float | None) -> float | None:
+    def _decide(self, call: str, max_grad_norm: float | None, window: Window) -> float | None:
         """Refuse non-finite gradients and clip by the global norm; every rank takes the same branch."""
         if max_grad_norm is None:
             bad = sum(int(not torch.isfinite(s.grad).all()) for s in self._slices)
             if self.comm.sum_integers([bad])[0]:
-                self._refuse_non_finite(call)
+                self._refuse_non_finite(call, window)
             return None
         own = torch.cat([block_squares(s.grad) for s in self._slices])
         blocks = own.new_empty(own.numel() * self.world_size)
         self.comm.gather_slices(blocks, own)
         norm = norm_of(blocks.tolist())
         if norm != norm:
-            self._refuse_non_finite(call)
+            self._refuse_non_finite(call, window)
         coefficient = clip_coefficient(norm, max_grad_norm)
         if coefficient < 1.0:
             for s in self._slices:
                 s.grad.mul_(coefficient)
         return norm
 
-    def _refuse_non_finite(self, call: str) -> None:
-        found = self.comm.texts(f"non-finite gradient of {call}", self.flat.non_finite() or "")
+    def _refuse_non_finite(self, call: str, window: Window) -> None:
+        own = self.flat.non_finite() if window.contributes else None
+        found = self.comm.texts(f"non-finite gradient of {call}", own or "")
         where = [f"rank {rank} has a non-finite gradient for {path}" for rank, path in enumerate(found) if path]
         told = "; ".join(where) or "every local gradient is finite, their FP32 sum overflowed"
         raise NonFiniteError(f"{call} refused before the update: {told}")
