@@ -24,6 +24,7 @@ from shardrun.run.metrics import MetricsFile
 from shardrun.run.progress import Progress
 from shardrun.run.state import Lineage, save_checkpoint
 from shardrun.run.tether import Tether
+from shardrun.run.witness import Witness
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Plan:
 
     run_dir: Path
     stop_at: int | None = None
+    end_at: int | None = None
+    """The run counts as finished after this window, however long it is."""
     saves: bool = True
 
 
@@ -54,6 +57,8 @@ class Trainer:
     lineage: Lineage
     metrics: MetricsFile | None = None
     """Rank 0's, once there is something to write."""
+    witness: Witness | None = None
+    """Looks on in a verification."""
     _evaluator: Evaluator | None = None
     _saved_step: int = -1
     _warned: set[str] = field(default_factory=set)
@@ -75,12 +80,17 @@ class Trainer:
             stopping = self._wants_to_stop()
             if stopping or progress.step == 1 or self._due(built.config.checkpoint.every):
                 self._save()
-            if stopping and not self.finished:
+            leaving = stopping and not self.finished
+            if self.witness is not None:
+                self.witness.after_window(progress, leaving=leaving)
+            if leaving:
                 self.tether.send("stopped", step=progress.step, path=str(self.lineage.parent))
                 raise StoppedAfterSave(f"stopped after step {progress.step}")
         if built.config.eval.at_end and not self._due(built.config.eval.every):
             self._evaluate()
         self._save()
+        if self.witness is not None:
+            self.witness.after_window(progress, leaving=True)
 
     # ---- one window --------------------------------------------------------------------------------------------
 
@@ -88,6 +98,8 @@ class Trainer:
         """Forward and backward of this rank's micro-batches; gradients of the loss SUM add up in FP32."""
         local, built = _Local(), self.built
         for number, batch in share:
+            if self.witness is not None:
+                self.witness.saw(self.progress, window, number, batch)
             # Every micro-batch has streams of its own, so that dropout depends neither on placement nor on a resume.
             seed_all(derive_seed(Purpose.MICRO_BATCH, built.config.run.seed, self.progress.step, number))
             self.tether.status.set(self.progress.step + 1, "forward", built.comm.collective)
@@ -153,6 +165,7 @@ class Trainer:
         return (
             (train.steps is not None and progress.step >= train.steps)
             or (train.tokens is not None and progress.tokens >= train.tokens)
+            or (self.plan.end_at is not None and progress.step >= self.plan.end_at)
             or (self.built.stop_position is not None and progress.position >= self.built.stop_position)
         )
 

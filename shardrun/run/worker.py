@@ -45,7 +45,12 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
 
 def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     options, run_dir = job["options"], Path(job["run_dir"])
+    witness = Witness(built, options["verify"]) if "verify" in options else None
+    if witness is not None:
+        witness.before_restore()
     progress, lineage = resume(built, job)
+    if witness is not None:
+        witness.after_restore(progress)
     if built.comm.rank == 0 and lineage.parent is not None:
         tether.send("resumed", step=progress.step, path=str(lineage.parent))
     plan = Plan(
