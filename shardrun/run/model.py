@@ -67,10 +67,11 @@ def init_from(model: nn.Module, path: Path) -> None:
     targets, aliases = named_tensors(model), tied_names(model)
     try:
         with safe_open(path, framework="pt") as file:
-            problems = _init_misfits({name: file.get_slice(name).get_shape() for name in file}, targets, aliases)
+            names = list(file.keys())
+            problems = _init_misfits({name: file.get_slice(name).get_shape() for name in names}, targets, aliases)
             if problems:
                 raise CheckpointError(f"init_from: {path} does not fit the model:\n  " + "\n  ".join(problems))
-            for name in file:
+            for name in names:
                 targets[name].copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"init_from: {path} is no sound safetensors file: {error}") from None
