@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 from shardrun.checkpoint.plan import agree_on_plan
 from shardrun.checkpoint.publish import Order, publish
 from shardrun.checkpoint.snapshot import Snapshot
-from shardrun.checkpoint.staging import open_staging, write_files
+from shardrun.checkpoint.staging import abandoned_on_error, open_staging, write_files
 from shardrun.checkpoint.store import CHECKPOINTS, step_name
 from shardrun.checkpoint.together import by_root
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import UsageError
-from shardrun.records.durable import remove_tree
 
 __all__ = ["Saved", "Snapshot", "save"]
 
@@ -48,16 +46,10 @@ def save(
         raise UsageError(f"keep {keep}: at least 1 checkpoint has to stay")
     started = time.monotonic()
     plan = agree_on_plan(comm, snapshot)
-    staging = open_staging(run_dir, comm, snapshot, plan.needed)
-    try:
+    staging = open_staging(run_dir, comm, snapshot, plan.needed, fence)
+    with abandoned_on_error(staging, comm):
         entries = write_files(staging, comm, plan, snapshot)
         order = Order(run_dir, staging, plan.sections, entries, plan.needed, keep, fence)
         published = by_root(comm, "checkpoint published", lambda: publish(order))
-    except Exception:
-        # Where an agreement raised, no rank writes any more; where a peer was lost, the next save clears up.
-        if comm.rank == 0 and not comm.is_poisoned:
-            with contextlib.suppress(OSError):
-                remove_tree(staging)
-        raise
     path = run_dir / CHECKPOINTS / step_name(snapshot.step)
     return Saved(snapshot.step, path, published["bytes"], time.monotonic() - started, tuple(published["notes"]))

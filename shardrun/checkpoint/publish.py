@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrun.checkpoint.lock import read_owner
 from shardrun.checkpoint.manifest import MANIFEST, canonical_json, seal, sha256
 from shardrun.checkpoint.retention import discard, retire
-from shardrun.checkpoint.staging import NONCE, cannot_save
+from shardrun.checkpoint.staging import NONCE, cannot_save, require_ownership
 from shardrun.checkpoint.store import LATEST, scan, step_name
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import (
@@ -52,7 +51,7 @@ def publish(order: Order) -> dict[str, Any]:
     """Make staging the newest checkpoint; {"bytes": all files, "notes": what went wrong after the commit}."""
     try:
         manifest = _write_manifest(order)
-        _require_ownership(order)
+        require_ownership(order.run_dir, order.fence)
         _commit(order)
     except OSError as error:
         raise CheckpointError(cannot_save(order.folder, order.needed, error)) from error
@@ -75,14 +74,6 @@ def _write_manifest(order: Order) -> bytes:
     write_file(order.staging / MANIFEST, manifest)
     sync_folder(order.staging)
     return manifest
-
-
-def _require_ownership(order: Order) -> None:
-    """[Note: fencing] A run that stood still for long may find that its folder has a new owner: it publishes none."""
-    owner = read_owner(order.run_dir)
-    if order.fence is not None and (owner is None or owner.token != order.fence):
-        who = "nobody" if owner is None else f"pid {owner.pid} on {owner.host}"
-        raise CheckpointError(f"{order.run_dir}: is owned by {who} now, not by this run; nothing was published")
 
 
 def _commit(order: Order) -> None:

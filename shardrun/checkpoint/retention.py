@@ -13,7 +13,9 @@ from shardrun.records.durable import make_folder, remove_file, remove_tree, rena
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed saves left in a folder of checkpoints. Only the owner of the run folder may; OSError."""
     for name in (STAGING, TRASH):
-        if (folder / name).is_dir():
+        if (folder / name).is_symlink():
+            remove_file(folder / name)
+        elif (folder / name).is_dir():
             for left in sorted((folder / name).iterdir()):
                 remove_tree(left)
     for left in sorted(folder.glob(f".{LATEST}.*")):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.lock import read_owner
 from shardrun.checkpoint.manifest import is_plain_name
 from shardrun.checkpoint.plan import Plan
 from shardrun.checkpoint.retention import clear_leftovers
@@ -16,16 +19,16 @@ from shardrun.checkpoint.store import CHECKPOINTS, STAGING, step_name
 from shardrun.checkpoint.together import by_root, together
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
-from shardrun.records.durable import make_folder, sync_folder, write_file
+from shardrun.records.durable import make_folder, remove_tree, sync_folder, write_file
 from shardrun.records.fit import cover_violations
 from shardrun.records.header import write_safetensors
 
 NONCE = "nonce"
 
 
-def open_staging(run_dir: Path, comm: Communicator, snapshot: Snapshot, needed: int) -> Path:
+def open_staging(run_dir: Path, comm: Communicator, snapshot: Snapshot, needed: int, fence: int | None) -> Path:
     """Rank 0 clears left-overs, checks the room and makes the folder; every rank reads its nonce back; collective."""
-    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, snapshot, needed))
+    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, snapshot, needed, fence))
     staging = run_dir / CHECKPOINTS / STAGING / str(made["name"])
 
     def read_back() -> None:
@@ -40,11 +43,33 @@ def open_staging(run_dir: Path, comm: Communicator, snapshot: Snapshot, needed: 
                 f"{run_dir} has to be one folder that all ranks share"
             )
 
-    together(comm, "checkpoint nonce", read_back)
+    with abandoned_on_error(staging, comm):
+        together(comm, "checkpoint nonce", read_back)
     return staging
 
 
-def _make_staging(run_dir: Path, snapshot: Snapshot, needed: int) -> dict[str, str]:
+@contextlib.contextmanager
+def abandoned_on_error(staging: Path, comm: Communicator) -> Iterator[None]:
+    """Remove staging when an agreement inside has raised: no rank writes any more. After a lost peer it is left."""
+    try:
+        yield
+    except Exception:
+        if comm.rank == 0 and not comm.is_poisoned:
+            with contextlib.suppress(OSError):
+                remove_tree(staging)
+        raise
+
+
+def require_ownership(run_dir: Path, fence: int | None) -> None:
+    """[Note: fencing] A run that stood still for long may find that its folder has a new owner: it touches nothing."""
+    owner = read_owner(run_dir)
+    if fence is not None and (owner is None or owner.token != fence):
+        who = "nobody" if owner is None else f"pid {owner.pid} on {owner.host}"
+        raise CheckpointError(f"{run_dir}: is owned by {who} now, not by this run; nothing was published")
+
+
+def _make_staging(run_dir: Path, snapshot: Snapshot, needed: int, fence: int | None) -> dict[str, str]:
+    require_ownership(run_dir, fence)
     folder = run_dir / CHECKPOINTS
     nonce = secrets.token_hex(16)
     attempt = str(snapshot.manifest.get("attempt", ""))
@@ -60,6 +85,8 @@ def _make_staging(run_dir: Path, snapshot: Snapshot, needed: int) -> dict[str, s
         make_folder(folder / STAGING / name, exist_ok=True)
         write_file(folder / STAGING / name / NONCE, nonce.encode())
     except OSError as error:
+        with contextlib.suppress(OSError):
+            remove_tree(folder / STAGING / name)
         raise CheckpointError(cannot_save(folder, needed, error)) from error
     return {"name": name, "nonce": nonce}
 
@@ -80,6 +107,10 @@ def write_files(staging: Path, comm: Communicator, plan: Plan, snapshot: Snapsho
     def write() -> dict[str, Any]:
         try:
             entries = [_write_one(staging, file) for file in plan.files]
+            # Whoever wrote a file makes its name durable, so that the rename is the last thing that has to happen.
+            written = {staging / folder for file in plan.files for folder in Path(file.path).parents}
+            for folder in sorted(written, reverse=True):
+                sync_folder(folder)
         except OSError as error:
             raise CheckpointError(cannot_save(staging.parent.parent, plan.needed, error)) from error
         return {"entries": entries, "split": {group: split_state(record) for group, record in snapshot.records.items()}}
@@ -96,9 +127,6 @@ def _write_one(staging: Path, file: PlannedFile) -> dict[str, Any]:
     path = staging / file.path
     make_folder(path.parent, exist_ok=True)
     digest = write_safetensors(path, file.tensors, file.metadata)
-    # Whoever wrote a file makes its name durable; the rename can then be the last thing that happens.
-    for folder in path.relative_to(staging).parents:
-        sync_folder(staging / folder)
     return {**file.entry, "path": file.path, "bytes": digest.bytes, "sha256": digest.sha256}
 
 

@@ -134,20 +134,13 @@ def remove_file(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below it; links are removed, never followed. What is gone already is fine."""
-    try:
-        with os.scandir(path) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
+    """Remove a folder and all below it, or a file; links are removed, never followed. What is gone already is fine."""
+    if path.is_symlink() or not path.is_dir():
         remove_file(path)
         return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            remove_tree(path / entry.name)
-        else:
-            remove_file(path / entry.name)
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(path)):
+            remove_tree(path / name)
     on_io("rmdir", path)
     with contextlib.suppress(FileNotFoundError):
         path.rmdir()
