@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ PRELOAD = [
     "numpy",
     "pytest",
     "tests.support.rank_process",
+    "shardrun.run.worker",
+    "safetensors.torch",
 ]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +49,8 @@ class Job:
     open_comm: bool
     comm_timeout_s: float
     debug: str
+    coverage: tuple[str, str] | None = None
+    """Where the test process measures coverage: its config file and its data file."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,34 @@ def main(pickled: bytes, pipe: multiprocessing.connection.Connection) -> None:
     job = _current = pickle.loads(pickled)
     with open(job.folder / f"stack-{job.rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+        stop_measuring = _measure(job.coverage)
         report = _run(job)
         try:
             message = pickle.dumps(report)
         except Exception:
             message = pickle.dumps(Report(None, traceback.format_exc(), "PicklingError", time.monotonic()))
         pipe.send_bytes(message)
-        pipe.close()
+        stop_measuring()
         # Not sys.exit: destructors of process groups may wait for peers, and a test must not end by their grace.
         os._exit(0)
+
+
+def _measure(coverage: tuple[str, str] | None) -> Callable[[], None]:
+    """Measure this rank's coverage into a data file of its own; the test process combines them at its end."""
+    if coverage is None:
+        return lambda: None
+    from coverage import Coverage
+
+    config_file, data_file = coverage
+    measured = Coverage(config_file=config_file, data_file=data_file, data_suffix=True)
+    measured.start()
+
+    def stop() -> None:
+        warnings.simplefilter("ignore")
+        measured.stop()
+        measured.save()
+
+    return stop
 
 
 def _run(job: Job) -> Report:

@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -152,8 +153,9 @@ class RunningRanks:
         return {rank: _stack_text(self.folder / f"stack-{rank}") for rank in waiting}
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Leave no process behind. One that has reported leaves by itself, once it has written what it measured."""
         for rank, process in enumerate(self._processes):
+            process.join(0.0 if rank in self.missing else 5.0)
             if process.is_alive():
                 self.send_signal(rank, signal.SIGKILL)
         for process in self._processes:
@@ -187,7 +189,11 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="shardrun-ranks-") as name:
         folder = Path(name)
         call = pickle.dumps((body, args))
-        jobs = [Job(rank, world_size, folder, call, open_comm, comm_timeout_s, debug) for rank in range(world_size)]
+        measured = _coverage()
+        jobs = [
+            Job(rank, world_size, folder, call, open_comm, comm_timeout_s, debug, measured)
+            for rank in range(world_size)
+        ]
         ranks = RunningRanks(jobs, folder)
         try:
             yield ranks
@@ -218,6 +224,14 @@ def run_ranks(
             if ranks.missing and time.monotonic() > deadline:
                 raise RanksHung(timeout_s, ranks.stacks())
         return [ranks.outcomes[rank].value for rank in range(world_size)]
+
+
+def _coverage() -> tuple[str, str] | None:
+    """Config file and data file of the coverage measurement that this process is under, if it is."""
+    measuring = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if measuring is None or measuring.config.config_file is None:
+        return None
+    return str(measuring.config.config_file), str(measuring.config.data_file)
 
 
 def _first_failure(ranks: RunningRanks) -> RankFailed:
