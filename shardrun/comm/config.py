@@ -94,14 +94,17 @@ class CommunicatorConfig:
         timeout_s: float = 1800.0,
         allow_non_loopback: bool = False,
     ) -> CommunicatorConfig:
-        """The config that torchrun (or shardrun's launcher) put into the environment of this rank."""
+        """The config that torchrun (or shardrun's launcher) put into the environment of this rank.
+
+        SHARDRUN_INIT_FILE, a path that no file has yet, takes the place of MASTER_ADDR and MASTER_PORT on one machine.
+        """
         env = os.environ if environ is None else environ
         missing = [key for key in ("RANK", "WORLD_SIZE") if key not in env]
         if missing:
             raise ConfigError(f"{' and '.join(missing)} not in the environment; start by torchrun or `shardrun train`")
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         one_host = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
-        store_fd = env.get("SHARDRUN_STORE_FD")
+        store_fd, init_file = env.get("SHARDRUN_STORE_FD"), env.get("SHARDRUN_INIT_FILE")
         return CommunicatorConfig(
             rank=_integer(env, "RANK", 0),
             world_size=_integer(env, "WORLD_SIZE", 1),
@@ -111,6 +114,7 @@ class CommunicatorConfig:
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(env, "MASTER_PORT", 0) or None,
             store_fd=None if store_fd is None else int(store_fd),
+            init_file=None if init_file is None else Path(init_file),
             agent_store=agent and one_host,
             allow_non_loopback=allow_non_loopback,
             run_id=env.get("SHARDRUN_RUN_ID", ""),
