@@ -114,7 +114,7 @@ def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None)
 
 def _cause_lines(culprit: RankEnd) -> list[str]:
     cause = culprit.failure
-    if cause is None or cause.type == "SystemExit":
+    if cause is None or cause.code is not None:
         return []
     message = (cause.message if cause.expected else f"{cause.type}: {cause.message}").splitlines() or [cause.type]
     if len(message) > _LONGEST_MESSAGE:
@@ -204,11 +204,16 @@ class TrainScreen:
         self._live = False
 
     def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
-        """Show one event of `rank`; returns its plain lines, which belong into the log of that rank as well."""
+        """Show one event of `rank`; returns its plain lines, which belong into the log of that rank as well.
+
+        What happens to all ranks is told by the first; of the others only warnings are shown.
+        """
         event = {"rank": rank, **event}
         if event["event"] == "step":
             event = {"eta_s": self._eta_s(event), **event}
         lines = event_lines(event)
+        if rank != 0 and event["event"] != "warning":
+            return lines
         if self._json:
             json_document(event)
         elif event["event"] == "step":

@@ -138,12 +138,14 @@ def _check_changes(settings: Config, accept: bool) -> list[str]:
         return ["the config changed, and nothing was saved with the old one:", *changed]
     if accept:
         return ["going on with a changed config:", *changed]
-    raise ConfigError(
-        [
-            f"{settings.run.dir}: this run was trained with another config",
-            *changed,
-            "go on with the change: --accept-changes; start anew in another folder: --fresh",
-        ]
+    raise UsageError(
+        "\n  ".join(
+            [
+                f"{settings.run.dir}: this run was trained with another config",
+                *changed,
+                "go on with the change: --accept-changes; start anew in another folder: --fresh",
+            ]
+        )
     )
 
 
@@ -199,8 +201,7 @@ def _run_as_rank(
     def sink(rank: int, event: Mapping[str, Any]) -> None:
         nonlocal total_steps
         total_steps = event.get("total_steps", total_steps)
-        shown = rank == 0 or event["event"] == "warning"
-        log.write(screen.event(rank, event) if shown else report.event_lines(event))
+        log.write(screen.event(rank, event))
 
     tether = Tether.from_env(sink)
     for note in notes if tether.rank == 0 else []:

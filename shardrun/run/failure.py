@@ -34,7 +34,7 @@ _FOREIGN = tuple(
 class Failure:
     """One worker's error. `follow_up`: it failed because a peer did. `expected`: raised by shardrun on purpose.
 
-    `exit_code` is what the run returns for it; `code` is what user code asked for by sys.exit(number).
+    `exit_code` is what the run returns for it; `code` is what user code asked for by sys.exit, else None.
     """
 
     rank: int
@@ -101,9 +101,10 @@ def read(path: Path) -> Failure | None:
 
 
 def _left_with(error: BaseException) -> int | None:
+    """The code of sys.exit(...); python gives 1 for a text."""
     if not isinstance(error, SystemExit):
         return None
-    return 0 if error.code is None else error.code if isinstance(error.code, int) else None
+    return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

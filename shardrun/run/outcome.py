@@ -91,10 +91,9 @@ def _culprit(ends: Sequence[RankEnd]) -> RankEnd:
 def _reason(culprit: RankEnd, ends: Sequence[RankEnd], total_steps: int | None) -> str:
     who, status, failure = f"rank {culprit.rank}", culprit.status, culprit.failure
     place = f"at step {status.step}, phase {status.phase}"
-    if failure is not None and failure.type == "SystemExit":
-        code = culprit.code if failure.code is None else failure.code
-        text = "" if failure.code is not None else f": {failure.message}"
-        return f"{who} left {_of(status, total_steps)} with code {code}{text}"
+    if failure is not None and failure.code is not None:
+        text = f": {failure.message}" if failure.message not in ("", "None", str(failure.code)) else ""
+        return f"{who} left {_of(status, total_steps)} with code {failure.code}{text}"
     if failure is not None:
         return f"{who} failed {place}"
     if culprit.ended_by_us:

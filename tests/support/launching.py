@@ -123,3 +123,22 @@ def pretended(folder: Path, *arguments: str, run: str = "run", **options: Any) -
 def shardrun(*words: object) -> list[str]:
     """The real program."""
     return [sys.executable, "-m", "shardrun", *map(str, words)]
+
+
+def write_config(folder: Path, *, recipe: str = "launch_linear", recipe_args: Mapping[str, Any] | None = None,
+                 **sections: Mapping[str, Any]) -> Path:  # fmt: skip
+    """A small two-rank config over a recipe of tests/support/recipes; sections are laid over it."""
+    config: dict[str, Any] = {
+        "run": {"dir": str(folder / "run")},
+        "recipe": str(ROOT / "tests" / "support" / "recipes" / f"{recipe}.py"),
+        "recipe_args": dict(recipe_args or {}),
+        "optimizer": {"name": "sgd", "lr": 0.01},
+        "train": {"steps": 5, "micro_batch_size": 2, "global_batch_size": 4},
+        "topology": {"world_size": 2, "backend": "gloo", "timeout_s": 60},
+        "eval": {"at_end": False},
+    }
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section}
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config))
+    return path

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ class Args(BaseModel):
     rank: int = 1
     at: int = 2
     step_s: float = 0.0
+    save_s: float = 0.0
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
@@ -72,6 +74,13 @@ def loss(model: Model, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         warnings.warn("odd value", stacklevel=1)
     x, y = batch
     return ((model(x) - y) ** 2).sum(), len(y)
+
+
+def on_save(model: Model, folder: Path) -> None:
+    """Makes a save last."""
+    if model.args.save_s:
+        print("saving", flush=True)
+        time.sleep(model.args.save_s)
 
 
 def _go_wrong(fault: str) -> None:
