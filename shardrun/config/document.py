@@ -18,7 +18,7 @@ from shardrun.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 100_000  # after aliases are expanded; a config has some hundreds
+MAX_VALUES = 20_000  # after aliases are expanded; a config has some hundreds
 MAX_DEPTH = 50
 _NO_TAG = "the tag {} is not allowed; a config is plain values only"
 
@@ -163,6 +163,8 @@ class _Reader:
         for key_node, value_node in node.value:
             place = self._at(key_node.start_mark)
             key = key_node.value
+            if isinstance(key, str):
+                key = key.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
                 shown = repr(key) if isinstance(key, str) else f"a {key_node.id}"
                 self._problem(place, f"{dotted(path)}: a key has to be text, found {shown}; put it in quotes")
@@ -190,7 +192,8 @@ def plain_scalar(tag: str, text: str) -> Any:
         case "float":
             return float(text.lower().replace(".i", "i").replace(".n", "n"))
         case "str":
-            return text
+            # A JSON escape such as \\ud83d\\ude00 comes from PyYAML as two halves; alone, a half is no text.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
     raise ValueError(_NO_TAG.format(tag))
 
 

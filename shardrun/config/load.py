@@ -40,7 +40,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         document.problems.extend(problems_of(error, document))
     if config is None or document.problems:
-        raise ConfigError([str(problem) for problem in sorted(document.problems)])
+        raise _error(document.problems)
     return config
 
 
@@ -52,8 +52,7 @@ def from_mapping(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(data))
     except ValidationError as error:
-        problems = problems_of(error, Document(data))
-        raise ConfigError([str(problem) for problem in sorted(problems)]) from None
+        raise _error(problems_of(error, Document(data))) from None
 
 
 def resolved_yaml(config: Config) -> str:
@@ -72,6 +71,11 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _error(problems: Sequence[Problem]) -> ConfigError:
+    """One error, its problems in reading order; at one place in the order of the schema."""
+    return ConfigError([str(problem) for problem in sorted(problems, key=lambda problem: problem.place)])
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes what YAML 1.1 or our 1.2 loader would take for something else than text."""
 
@@ -81,6 +85,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML writes rare line breaks (such as U+0085) bare and folds them when it reads; in double quotes it escapes.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _name, (_pattern, _first) in CORE_TYPES.items():
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first)
 
