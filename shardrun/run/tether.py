@@ -92,6 +92,7 @@ class Tether:
             _die_with_parent(life_fd)
         for number in STOP_SIGNALS:
             signal.signal(number, tether._on_signal)
+        os.register_at_fork(after_in_child=_plain_signals)
         # The launcher starts its workers with these blocked, so that none is lost before there is a handler.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return tether
@@ -149,6 +150,14 @@ def _own_fd(name: str) -> int | None:
     fd = int(os.environ[name])
     os.set_inheritable(fd, False)
     return fd
+
+
+def _plain_signals() -> None:
+    """Forked processes (loader workers, pools) can be ended by SIGTERM; a Ctrl-C is for the worker to act on."""
+    with contextlib.suppress(ValueError):  # forked while another interpreter was current
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _die_with_parent(life_fd: int) -> None:

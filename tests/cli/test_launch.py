@@ -117,6 +117,11 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
     assert code == 1
 
 
+def test_processes_that_a_worker_forks_can_be_ended_by_sigterm(tmp_path: Path) -> None:
+    code, program = ended(tmp_path, **deed(1, 2, "fork_and_end"), steps=3)
+    assert (code, program.stderr) == (0, "")
+
+
 def test_a_worker_that_is_done_and_hangs_on_its_way_out_is_ended(tmp_path: Path) -> None:
     begun = time.monotonic()
     code, program = ended(tmp_path, "--hang-at-exit", steps=1)

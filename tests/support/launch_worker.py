@@ -5,6 +5,7 @@ The job's options give `steps`, `step_s` and per rank what to do at which step: 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -68,6 +69,13 @@ def misbehave(deed: str) -> None:
     if deed == "child_then_raise":
         subprocess.Popen(["sleep", "600"])
         raise ValueError("bad label 7")
+    if deed == "fork_and_end":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+        child.start()
+        child.terminate()
+        child.join(5)
+        if child.is_alive():
+            raise RuntimeError("SIGTERM did not end a forked process")
     if deed == "warn":
         warnings.warn("odd value", stacklevel=1)
     if deed == "half_line":
