@@ -44,6 +44,8 @@ class CommunicatorConfig:
     """Rendezvous through this file instead of a port (one machine)."""
     agent_store: bool = False
     """torch's elastic agent holds the store (torchrun); where it listens is outside our control."""
+    one_host: bool = True
+    """All ranks are on this machine; only then may an agent's store have a name that is not loopback."""
     allow_non_loopback: bool = False
     run_id: str = ""
 
@@ -74,7 +76,7 @@ class CommunicatorConfig:
             problems.append(f"master_port is {self.master_port}; it must be 1 to 65535")
         if self.world_size > 1 and self.init_file is None and self.master_port is None:
             problems.append("neither master_port nor init_file is given; a world of more than one needs a rendezvous")
-        if not (is_loopback(self.master_addr) or self.allow_non_loopback or self.agent_store):
+        if not (is_loopback(self.master_addr) or self.allow_non_loopback or (self.agent_store and self.one_host)):
             problems.append(
                 f"master_addr is {self.master_addr!r}, which is not loopback; the rendezvous has no authentication "
                 "and no encryption: set allow_non_loopback only on a network that you trust"
@@ -115,7 +117,8 @@ class CommunicatorConfig:
             master_port=_integer(env, "MASTER_PORT", 0) or None,
             store_fd=None if store_fd is None else int(store_fd),
             init_file=None if init_file is None else Path(init_file),
-            agent_store=agent and one_host,
+            agent_store=agent,
+            one_host=one_host,
             allow_non_loopback=allow_non_loopback,
             run_id=env.get("SHARDRUN_RUN_ID", ""),
         )

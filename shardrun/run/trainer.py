@@ -57,6 +57,8 @@ class Trainer:
     lineage: Lineage
     metrics: MetricsFile | None = None
     """Rank 0's, once there is something to write."""
+    current_step: int = 0
+    """The window under way or just done, for the status."""
     witness: Witness | None = None
     """Looks on in a verification."""
     _evaluator: Evaluator | None = None
@@ -71,7 +73,7 @@ class Trainer:
         for window, share in built.loader.windows(progress.position, built.stop_position):
             if self.finished:
                 break
-            began = time.monotonic()
+            began, self.current_step = time.monotonic(), progress.step + 1
             local = self._accumulate(window, share)
             row = self._update(window, local)
             self._log(row, time.monotonic() - began)
@@ -102,9 +104,9 @@ class Trainer:
                 self.witness.saw(self.progress, window, number, batch)
             # Every micro-batch has streams of its own, so that dropout depends neither on placement nor on a resume.
             seed_all(derive_seed(Purpose.MICRO_BATCH, built.config.run.seed, self.progress.step, number))
-            self.tether.status.set(self.progress.step + 1, "forward", built.comm.collective)
+            built.comm.enter("forward")
             loss_sum, weight = loss_of(built, batch)
-            self.tether.status.set(self.progress.step + 1, "backward", built.comm.collective)
+            built.comm.enter("backward")
             loss_sum.backward()  # type: ignore[no-untyped-call]
             local.loss = local.loss + loss_sum.detach().double()
             local.weight = local.weight + weight
@@ -113,7 +115,7 @@ class Trainer:
         return local
 
     def _update(self, window: Window, local: _Local) -> dict[str, Any]:
-        """One step, or an agreed skip; then the counters and the row for the log."""
+        """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""
         built, progress = self.built, self.progress
         max_grad_norm = built.config.train.max_grad_norm
         lr = built.config.optimizer.lr * built.schedule.factor(progress.updates)
@@ -149,7 +151,7 @@ class Trainer:
         return {
             "step": progress.step,
             "updates": progress.updates,
-            "epoch": window.epoch,
+            "epoch": window.epoch + 1,
             "loss": loss / tokens if tokens else None,
             "lr": lr,
             "grad_norm": grad_norm,
@@ -180,13 +182,15 @@ class Trainer:
         return self.built.comm.compare("stop", str(self.progress.step), sums=[int(asked)]).sums[0] > 0
 
     def _evaluate(self) -> None:
-        self.tether.status.set(self.progress.step, "validation", self.built.comm.collective)
+        self.built.comm.enter("validation")
         if self._evaluator is None:
             self._evaluator = Evaluator(self.built)
         found: Evaluation = self._evaluator.run()
-        row = {"step": self.progress.step, "val_loss": found.loss, "val_tokens": found.tokens}
+        row: dict[str, Any] = {"step": self.progress.step, "val_loss": found.loss, "val_tokens": found.tokens}
         if found.bits_per_byte is not None:
             row["bits_per_byte"] = found.bits_per_byte
+        if self.built.recipe.metrics is not None:
+            row |= self.built.recipe.metrics(found.loss, found.tokens)
         self._write(row)
         if self.metrics is not None:
             self.tether.send(
@@ -196,9 +200,10 @@ class Trainer:
     def _save(self) -> None:
         if not self.plan.saves or self._saved_step == self.progress.step:
             return
-        self.tether.status.set(self.progress.step, "save", self.built.comm.collective)
+        self.built.comm.enter("save")
         saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step
+        self.built.comm.enter("between steps")
         if self.metrics is not None:
             self.tether.send(
                 "checkpoint", step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=saved.seconds

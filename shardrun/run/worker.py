@@ -26,7 +26,9 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
     comm = open_communicator(config)
     try:
         trainer: Trainer | None = None
-        comm.observer = lambda phase, collective: tether.status.set(_step_of(trainer), phase, collective)
+        comm.observer = lambda phase, collective: tether.status.set(
+            0 if trainer is None else trainer.current_step, phase, collective
+        )
         built = build(config, comm, saved_order(comm, job))
         trainer = _trainer(built, job, tether)
         _start_event(trainer)
@@ -81,10 +83,6 @@ def _start_event(trainer: Trainer) -> None:
     )
     for note in built.notes:
         trainer.tether.send("note", text=note)
-
-
-def _step_of(trainer: Trainer | None) -> int:
-    return 0 if trainer is None else trainer.progress.step + 1
 
 
 def _forward_warnings(tether: Tether) -> None:

@@ -37,13 +37,13 @@ class Slice:
         return self.leaf is not self.bucket.own
 
 
-def make_slice(bucket: FlatBucket, masters: bool) -> Slice:
-    """Allocate what a step of `bucket` needs on this rank."""
+def make_slice(bucket: FlatBucket, masters: bool, proposes: bool) -> Slice:
+    """Allocate what a step of `bucket` needs on this rank; without proposing (a world of one), `proposed` is empty."""
     own = bucket.own
     reduced = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
     leaf = own.float() if masters and own.dtype != torch.float32 else own
     grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-    return Slice(bucket, reduced, grad, leaf, torch.zeros_like(own))
+    return Slice(bucket, reduced, grad, leaf, torch.zeros_like(own if proposes else own[:0]))
 
 
 def master_views(slices: Sequence[Slice]) -> dict[str, Tensor]:
@@ -85,17 +85,3 @@ def agree_layout(
     if len({answer["asked"] for answer in answers}) > 1:
         raise UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}")
     return FlatLayout.from_json(answers[0]["layout"])
-
-
-def tensor_misfits(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> list[str]:
-    """Tensors of a record that are missing, unexpected, or of another shape or dtype."""
-    found = [f"{name}: in the record, not expected" for name in sorted(tensors.keys() - expected.keys())]
-    for name, (shape, dtype) in sorted(expected.items()):
-        if name not in tensors:
-            found.append(f"{name}: expected, not in the record")
-        elif tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
-            saved = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
-            found.append(f"{name}: saved {saved}, expected {shape} {dtype}")
-    return found

@@ -12,13 +12,13 @@ from torch import Tensor
 from shardrun.errors import ContractError, NonFiniteError
 from shardrun.optim.elementwise import CHUNK_NUMEL, SliceOptimizer, SliceTensors
 from shardrun.optim.kinds import OptionGroup, elementwise
-from shardrun.records.fit import violations
 from shardrun.records.record import RECORD_VERSION, Zero2Record
 from shardrun.shard.flat_buffer import FlatBuffers
 from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agree_window
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
-from shardrun.step.slices import agree_layout, make_slice, master_views, tensor_misfits
+from shardrun.step.record_fit import Expected, joint_misfits, judge
+from shardrun.step.slices import agree_layout, make_slice, master_views
 from shardrun.step.transaction import signals_deferred, transaction
 
 __all__ = ["MissingGradientPolicy", "SelectedZero2", "StepResult"]
@@ -69,8 +69,8 @@ class SelectedZero2:
         self.kind = elementwise(optimizer)
         self.layout = agree_layout(session, name, self.kind, options, option_groups, masters, bucket_bytes)
         self.flat = FlatBuffers(self.layout, session.parameters, self.comm.rank, self.comm.world_size)
-        self._slices = [make_slice(bucket, masters) for bucket in self.flat.buckets]
         alone = self.comm.world_size == 1
+        self._slices = [make_slice(bucket, masters, proposes=not alone) for bucket in self.flat.buckets]
         self.slice_optimizer = SliceOptimizer(
             self.kind,
             {"lr": options.pop("lr", 1e-3), **options},
@@ -279,13 +279,14 @@ class SelectedZero2:
     def load_record(self, record: Zero2Record) -> None:
         """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change."""
         masters = master_views(self._slices)
-        found = violations(record.meta, self.record_meta())
-        if not found:
-            expected = self.slice_optimizer.expected_tensors(record.tensors)
-            expected |= {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
-            found = tensor_misfits(record.tensors, expected)
-        error = ContractError(f"record of {self.name} does not fit: " + "; ".join(found)) if found else None
-        self.comm.agree(f"load_record of {self.name}", error=error)
+        mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
+        found, shared = judge(
+            record, self.record_meta(), lambda held: {**self.slice_optimizer.expected_tensors(held), **mastered}
+        )
+        told = f"record of {self.name} does not fit: "
+        error = ContractError(told + "; ".join(found)) if found else None
+        if joint := joint_misfits(self.comm.agree(f"load_record of {self.name}", shared, error)):
+            raise ContractError(told + "; ".join(joint))
         self.slice_optimizer.load_state_tensors(record.tensors)
         for name, view in masters.items():
             view.copy_(record.tensors[name])

@@ -1,0 +1,60 @@
+"""Whether the records that all ranks bring make one state that fits this session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrun.records.fit import violations
+from shardrun.records.record import Zero2Record
+
+Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def judge(
+    record: Zero2Record, meta: Mapping[str, Any], expected: Callable[[Mapping[str, Tensor]], Expected]
+) -> tuple[list[str], dict[str, Any]]:
+    """Misfits of one rank's record, and what the ranks have to hold alike; local, raises nothing.
+
+    `meta` is what this session would write, `expected` gives the tensors that it wants for those that are there.
+    """
+    reading = "contract, layout or fragments"
+    try:
+        found = violations(record.meta, meta)
+        steps = record.meta.get("step_count")
+        if type(steps) is not int or steps < 0:
+            found.append(f"step_count is {steps!r}, not a number of steps")
+        reading = "tensors"
+        found += [] if found else _tensor_misfits(record.tensors, expected(record.tensors))
+        scalars = {name: float(tensor).hex() for name, tensor in record.tensors.items() if tensor.dim() == 0}
+    except Exception as error:  # a record may hold anything: whatever it breaks here, all ranks refuse it
+        return [f"malformed {reading} ({type(error).__name__}: {error})"], {}
+    return found, {"step_count": steps, "scalars": scalars}
+
+
+def joint_misfits(shared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ranks hold differently though it is one and the same: the step count, scalars of one parameter."""
+    found = []
+    steps = [held["step_count"] for held in shared]
+    if len(set(steps)) > 1:
+        found.append("step counts differ: " + ", ".join(f"rank {rank} at step {n}" for rank, n in enumerate(steps)))
+    for name in sorted(set().union(*(held["scalars"] for held in shared))):
+        sides = {rank: held["scalars"][name] for rank, held in enumerate(shared) if name in held["scalars"]}
+        if len(set(sides.values())) > 1:
+            told = ", ".join(f"rank {rank} {float.fromhex(value)}" for rank, value in sides.items())
+            found.append(f"{name} differs between its holders: {told}")
+    return found
+
+
+def _tensor_misfits(tensors: Mapping[str, Tensor], expected: Expected) -> list[str]:
+    found = [f"{name}: in the record, not expected" for name in sorted(tensors.keys() - expected.keys())]
+    for name, (shape, dtype) in sorted(expected.items()):
+        if name not in tensors:
+            found.append(f"{name}: expected, not in the record")
+        elif tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
+            saved = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
+            found.append(f"{name}: saved {saved}, expected {shape} {dtype}")
+    return found
