@@ -92,7 +92,7 @@ class Tether:
             _die_with_parent(life_fd)
         for number in STOP_SIGNALS:
             signal.signal(number, tether._on_signal)
-        os.register_at_fork(after_in_child=_plain_signals)
+        _leave_forks_alone()
         # The launcher starts its workers with these blocked, so that none is lost before there is a handler.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return tether
@@ -152,12 +152,24 @@ def _own_fd(name: str) -> int | None:
     return fd
 
 
-def _plain_signals() -> None:
+def _leave_forks_alone() -> None:
     """Forked processes (loader workers, pools) can be ended by SIGTERM; a Ctrl-C is for the worker to act on."""
-    with contextlib.suppress(ValueError):  # forked while another interpreter was current
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = threading.local()  # blocked while forking: a signal may come before the child has its own answer to it
+
+    def before_fork() -> None:
+        mask.saved = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.saved)
+
+    def in_child() -> None:
+        with contextlib.suppress(ValueError):  # forked while another interpreter was current
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.saved)
+
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def _die_with_parent(life_fd: int) -> None:
