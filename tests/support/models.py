@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -121,3 +121,10 @@ def push(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     terms = [(parameters[path] * value.to(parameters[path].dtype)).sum() for path, value in gradients.items()]
     if terms:
         torch.autograd.backward(torch.stack([term.float() for term in terms]).sum())
+
+
+def feed(model: nn.Module, name: str, micro_batches: Sequence[Sequence[float]], scale: float = 1.0) -> int:
+    """One backward per micro-batch of TOY tokens (a token x has the loss w * x); returns how many tokens there were."""
+    for tokens in micro_batches:
+        torch.autograd.backward((model.get_parameter(name) * torch.tensor(tokens)).sum() * scale)
+    return sum(len(tokens) for tokens in micro_batches)
