@@ -8,16 +8,15 @@ DEMO := runs/demo
 
 # One thread per process: two ranks on two cores, and sums that do not depend on the machine.
 export OMP_NUM_THREADS := 1
-# Several pytest runs add to one coverage report.
-COV := --cov --cov-append --cov-report=
 
+.NOTPARALLEL:
 .PHONY: help setup demo test lint unit ranks cli cases one coverage clean
 help:
 	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
 	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
 	@echo "make lint      ruff, mypy --strict, import-linter"
 	@echo "make unit      tests without processes;  make ranks: tests on 1 to 4 gloo ranks"
-	@echo "make one T=tests/unit/test_config.py     one file or test, first failure ends it"
+	@echo "make one T=tests/unit/test_config_load.py   one file or test, first failure ends it"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -39,7 +38,7 @@ demo: setup
 
 test: setup
 	@rm -f .coverage .coverage.*
-	@$(MAKE) --no-print-directory lint unit ranks cli cases coverage
+	@$(MAKE) --no-print-directory lint unit ranks cli cases coverage COV="--cov --cov-append --cov-report="
 
 lint: setup
 	$(PY) -m ruff check .
@@ -56,9 +55,11 @@ cases: AND := tests/gpu
 one: setup
 	$(PY) -m pytest -x $(T)
 
+# The ranks and workers that the tests start are measured too; the last of them may have left their part behind.
 coverage: setup
-	@$(PY) -m coverage report --format=total | sed 's/^/coverage of step, records, checkpoint, config (%): /'
+	@$(PY) -m coverage combine --append --quiet 2>/dev/null || true
+	@echo "coverage of the step, records, checkpoint and config rooms, lines and branches:"
 	@$(PY) -m coverage report
 
 clean:
-	rm -rf build runs .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
