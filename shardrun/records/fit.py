@@ -132,7 +132,9 @@ def checkpoint_violations(manifest: Mapping[str, Any], expected: Mapping[str, An
             prefix = f"group {name}: " if len(groups) > 1 else ""
             found += [prefix + line for line in group_violations(saved_groups[name], group)]
     for section in expected.keys() - {"topology", "model", "aliases", "groups"}:
-        found += _limited(differences(manifest.get(section, _ABSENT), expected[section], section))
+        lines = _limited(differences(manifest.get(section, _ABSENT), expected[section], section))
+        hint = " (exact state, other bits from here on: go on with it by --accept-changes)"
+        found += [line + hint for line in lines] if section == "numerics" else lines
     return list(dict.fromkeys(found))
 
 

@@ -131,6 +131,9 @@ def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
+    if options.get("accept_changes"):
+        for record in loaded.records.values():
+            record.meta["numerics"] = built.zero2.record_meta()["numerics"]
     progress = restore(built, loaded)
     built.notes.extend(loaded.notes)
     saved = loaded.manifest.get("recipe", {}).get("sha256")

@@ -264,3 +264,26 @@ def test_c048_an_auxiliary_loss_key_is_rejected(tmp_path: Path) -> None:
     config["train"]["aux_loss_coefficient"] = 0.1
     with pytest.raises(ConfigError, match="aux_loss_coefficient"):
         from_mapping(config)
+
+
+def test_other_numerics_are_refused_unless_accepted(tmp_path: Path) -> None:
+    """A manifest of another torch and another way of summing: exact state, but other bits from there on."""
+    import json
+
+    from shardrun.checkpoint.manifest import seal
+
+    sections = {"train": {"steps": 2, "global_batch_size": 2}}
+    config = document(tmp_path, 2, sections, samples=[[1.0], [2.0], [3.0], [4.0]])
+    path = trained(config, stop_at=1).checkpoint(1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["digest"]
+    manifest["numerics"]["torch"] = "2.11.0"
+    manifest["groups"]["default"]["numerics"]["seam"] = "native"
+    path.write_bytes(seal(manifest))
+    refused = train(config)
+    assert set(refused.codes) == {3}
+    assert "numerics.torch: saved '2.11.0'" in refused.errors[0]
+    assert "--accept-changes" in refused.errors[0]
+    done = train(config, accept_changes=True)
+    assert done.codes == [0, 0], done.errors
+    assert _weights(done, 2) == -1.5 - 3.5
