@@ -1,0 +1,135 @@
+"""Manifests that are well sealed and lie, for whoever can write can also seal: refused, or shown, never a crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardrun.checkpoint.inspect import inspect
+from shardrun.checkpoint.load import load
+from shardrun.checkpoint.manifest import MANIFEST, seal
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CheckpointError
+from tests.golden import state
+from tests.golden.runs import RECORD, put
+
+COMM = Communicator.single()
+STATE = "state/rank-00000-of-00001.safetensors"
+
+
+def reseal(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and give it a right digest."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    edit(manifest)
+    (path / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
+
+
+def entry(manifest: dict[str, Any], relative: str) -> dict[str, Any]:
+    return next(one for one in manifest["files"] if one["path"] == relative)
+
+
+def drop(relative: str) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["files"].remove(entry(manifest, relative))
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "state has the role of a model": (
+        lambda m: entry(m, STATE).update(role="model"),
+        "lists 2 files for the model, not one",
+    ),
+    "no state": (lambda m: entry(m, STATE).update(role="model"), "lists 0 files for the state of rank 0"),
+    "no record": (drop(RECORD), "is not in the manifest"),
+    "record of another group": (
+        lambda m: (m["groups"].update(other={"contract": []}), entry(m, RECORD).update(group="other")),
+        "lists 0 files for the record of group default of rank 0",
+    ),
+    "model lists another shape": (
+        lambda m: m["model"].update(temperature=["float32", [1]]),
+        "not those that the manifest lists",
+    ),
+    "fragment too long": (
+        lambda m: entry(m, RECORD)["fragments"].update({"blocks.0.weight": [0, 8]}),
+        r"blocks.0.weight/exp_avg: shape \[7\]; the fragment \[0, 8\] has 8",
+    ),
+    "fragment gone": (
+        lambda m: entry(m, RECORD)["fragments"].pop("emb.weight"),
+        "this rank holds no fragment of emb.weight",
+    ),
+    "another hash": (lambda m: entry(m, RECORD).update(sha256="0" * 64), "sha256 0000"),
+    "another size": (lambda m: entry(m, RECORD).update(bytes=5), "5 bytes expected"),
+    "another step": (lambda m: m.update(step=4), "is that of step 4"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_refused_as_damage_and_inspect_survives_it(tmp_path: Path, name: str) -> None:
+    edit, words = LIES[name]
+    path = put(tmp_path, 3)
+    reseal(path, edit)
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path, COMM, {})
+    assert inspect(path, verify=True)["step"] in (3, 4)
+
+
+def test_inspect_tells_that_a_checkpoint_stands_under_another_step(tmp_path: Path) -> None:
+    path = put(tmp_path, 3)
+    moved = path.rename(path.with_name("step-0000000007"))
+    assert inspect(moved)["problems"] == [f"{moved / MANIFEST}: is that of step 3"]
+
+
+def test_a_group_that_a_rank_is_no_member_of_needs_no_record_of_it(tmp_path: Path) -> None:
+    path = put(tmp_path, 3)
+    reseal(path, lambda m: m["groups"].update(experts={"contract": [], "members": [5]}))
+    found = load(tmp_path, COMM, {})
+    assert found is not None
+    assert list(found.records) == ["default"]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3),
+    st.sampled_from([1 << 62, 1 << 64, 0.5, "", "x", "float32", "default", STATE, RECORD, "a" * 64, [], {}, [0, 7]]),
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_a_sealed_manifest_ends_in_a_load_or_a_refusal(tmp_path: Path, data: st.DataObject) -> None:
+    run_dir = tmp_path / "run"
+    if not run_dir.exists():
+        put(run_dir, 3)
+        shutil.copy(run_dir / "checkpoints" / "step-0000000003" / MANIFEST, tmp_path / MANIFEST)
+    path = run_dir / "checkpoints" / "step-0000000003"
+    shutil.copy(tmp_path / MANIFEST, path / MANIFEST)
+
+    def edit(manifest: dict[str, Any]) -> None:
+        for _ in range(data.draw(st.integers(1, 2))):
+            every = list(places(manifest))
+            container, key = every[data.draw(st.integers(0, len(every) - 1))]
+            container[key] = data.draw(ODD)
+
+    reseal(path, edit)
+    for expected in ({}, state.expected()):
+        try:
+            found = load(run_dir, COMM, expected)
+        except CheckpointError:
+            continue
+        assert found is not None
+        assert state.same_tensors(found.records["default"].tensors, state.record(0, 1, 3).tensors) == []
+    assert inspect(path, verify=True)["path"] == str(path)
