@@ -60,15 +60,16 @@ def read_manifest(checkpoint: Path) -> tuple[dict[str, Any], str]:
 
 def _read_raw(checkpoint: Path) -> bytes:
     with open_inside(checkpoint, MANIFEST) as file:
-        size = file.seek(0, 2)
-        if size > _MAX_BYTES:
-            raise CheckpointError(f"{checkpoint / MANIFEST}: {size:,} bytes; a manifest has at most {_MAX_BYTES:,}")
-        file.seek(0)
-        return file.read(_MAX_BYTES)
+        raw = bytearray()
+        while len(raw) <= _MAX_BYTES and (chunk := file.read(1 << 20)):
+            raw += chunk
+        return bytes(raw)
 
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:
     """A manifest from its bytes, every field that this room relies on checked. CheckpointError otherwise."""
+    if len(raw) > _MAX_BYTES:
+        raise CheckpointError(f"it has more than {_MAX_BYTES:,} bytes")
     try:
         found = json.loads(raw.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
     except RecursionError:

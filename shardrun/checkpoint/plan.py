@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ def _brief_sections(sections: dict[str, Any]) -> dict[str, str]:
             text = canonical_json(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{key} of the manifest is not plain JSON: {error}") from error
+        if canonical_json(json.loads(text)) != text:
+            raise CheckpointError(f"{key} of the manifest has keys that are not text, and would not be read back alike")
         brief[key] = text.decode("ascii") if len(text) <= _SHORT else f"{len(text)} characters, sha256 {sha256(text)}"
     return brief
 

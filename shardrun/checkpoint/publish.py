@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrun.checkpoint.manifest import MANIFEST, canonical_json, seal, sha256
+from shardrun.checkpoint.manifest import MANIFEST, canonical_json, parse_manifest, seal, sha256
 from shardrun.checkpoint.retention import discard, retire
 from shardrun.checkpoint.staging import NONCE, cannot_save, require_ownership
 from shardrun.checkpoint.store import LATEST, scan, step_name
@@ -71,6 +71,7 @@ def _write_manifest(order: Order) -> bytes:
     sequence = 1 + max((found.sequence or 0 for found in scan(order.run_dir)), default=0)
     files = sorted(order.entries, key=lambda entry: str(entry["path"]))
     manifest = seal({**order.sections, "sequence": sequence, "saved_at": int(time.time()), "files": files})
+    parse_manifest(manifest)  # what could not be read back is not published
     write_file(order.staging / MANIFEST, manifest)
     sync_folder(order.staging)
     return manifest

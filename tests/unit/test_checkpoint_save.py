@@ -279,6 +279,11 @@ def broken(how: str) -> Snapshot:
             )
         case "not json":
             return dataclasses.replace(snapshot, manifest={**snapshot.manifest, "counters": {"loss": float("nan")}})
+        case "keys that are numbers":  # they would come back as text, in another order
+            return dataclasses.replace(snapshot, manifest={**snapshot.manifest, "counters": {9: 1, 10: 2}})
+        case "too deep":
+            deep = json.loads("[" * 50 + "]" * 50)
+            return dataclasses.replace(snapshot, manifest={**snapshot.manifest, "counters": deep})
         case "padding":
             record.tensors["blocks.0.weight/exp_avg"] = torch.zeros(256)
         case "unknown path":
@@ -307,6 +312,8 @@ def broken(how: str) -> Snapshot:
     [
         ("no digest", "param_sha256 is missing"),
         ("not json", "counters of the manifest is not plain JSON"),
+        ("keys that are numbers", "counters of the manifest has keys that are not text"),
+        ("too deep", "nested more than 40 levels"),
         ("padding", r"blocks.0.weight/exp_avg: shape \[256\]; the fragment \[0, 7\] has 7 elements"),
         ("unknown path", "blocks.7.weight/exp_avg: this rank holds no fragment"),
         ("left out", "blocks.0.weight: its 7 elements are not held exactly once: no rank"),
