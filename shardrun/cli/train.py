@@ -14,11 +14,11 @@ from typing import Any
 
 from shardrun import report
 from shardrun.checkpoint.lock import RunLock
+from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import candidates, newest, scan
-from shardrun.config.document import read_document
-from shardrun.config.load import differences, from_mapping, load, resolved_yaml
+from shardrun.config.load import differences, load, resolved_yaml
 from shardrun.config.schema import Config, meaning
-from shardrun.errors import ConfigError, LaunchError, UsageError
+from shardrun.errors import CheckpointError, LaunchError, UsageError
 from shardrun.report import TrainScreen
 from shardrun.run.launch import launch, write_exit
 from shardrun.run.outcome import Outcome, RankEnd, judge
@@ -124,18 +124,17 @@ def _check_changes(settings: Config, accept: bool) -> list[str]:
 
     Returns what the user should know of changes that are let through.
     """
-    saved = settings.run.dir / RESOLVED
-    if not saved.is_file():
+    found = newest(settings.run.dir)
+    if found is None:
         return []
     try:
-        document = read_document(saved.read_text(encoding="utf-8"), str(saved))
-        changed = differences(meaning(from_mapping(document.data)), meaning(settings))
-    except (ConfigError, OSError, TypeError, ValueError) as error:
-        changed = [f"the saved config cannot be read: {error}"]
+        # What the checkpoint was trained with, not config.resolved.yaml: that one belongs to the last start, which may
+        # have been refused.
+        changed = differences(read_manifest(found.path)[0]["meaning"], meaning(settings))
+    except (CheckpointError, OSError, KeyError):
+        return []  # the worker says what is wrong with the checkpoint
     if not changed:
         return []
-    if newest(settings.run.dir) is None:
-        return ["the config changed, and nothing was saved with the old one:", *changed]
     if accept:
         return ["going on with a changed config:", *changed]
     raise UsageError(

@@ -119,15 +119,19 @@ def test_fresh_and_a_required_resume_contradict_each_other(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_a_change_before_anything_was_saved_is_only_told(tmp_path: Path) -> None:
+def test_only_what_was_saved_holds_a_config_to_itself(tmp_path: Path) -> None:
+    """What a start wrote into the folder and never trained with binds nobody; a checkpoint does."""
     config = write_config(tmp_path, topology={"world_size": 1}, train={"steps": 1})
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / train.RESOLVED).write_text(resolved_yaml(load(config, ["optimizer.lr=0.5"])))
+    resolved = tmp_path / "run" / train.RESOLVED
+    resolved.parent.mkdir()
+    resolved.write_text(resolved_yaml(load(config, ["optimizer.lr=0.5"])))
     code, program = ended(config)
     assert (code, program.stderr) == (0, "")
-    assert program.stdout.startswith(
-        "the config changed, and nothing was saved with the old one:\noptimizer.lr: saved 0.5"
-    )
+    # A start that no rank accepts leaves the run open to the config that it was trained with.
+    assert ended(config, "topology.world_size=2", "--accept-changes")[0] == 3
+    code, program = ended(config)
+    assert code == 0
+    assert "already finished" in program.stdout
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
