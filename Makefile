@@ -32,6 +32,7 @@ demo: setup
 	$(PY) -m shardrun train $(QUICK) run.dir=$(DEMO)
 	@echo "3. what a checkpoint holds"
 	$(PY) -m shardrun inspect-ckpt $(DEMO)
+	$(PY) -m shardrun inspect-ckpt $(DEMO)/checkpoints/step-0000000300 --verify
 	@echo "4. stop and resume against never having stopped, bit for bit"
 	$(PY) -m shardrun verify-resume $(QUICK)
 	@echo "loss curve: $(DEMO)/loss.svg    metrics: $(DEMO)/metrics.jsonl"

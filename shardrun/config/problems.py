@@ -22,6 +22,7 @@ _NEEDS = {
     "finite_number": "needs a finite number",
     "float_type": "needs a number",
     "int_type": "needs a whole number",
+    "model_attributes_type": "needs a section (key: value)",
     "model_type": "needs a section (key: value)",
     "path_type": "needs text",
     "string_type": "needs text",
@@ -112,11 +113,8 @@ def _conversion(kind: str, found: Any) -> str:
     return ""
 
 
-def _optimizer(path: KeyPath, found: Any, document: Document) -> Iterator[Problem]:
+def _optimizer(path: KeyPath, found: Mapping[str, Any], document: Document) -> Iterator[Problem]:
     """The optimizer's name is missing, unknown or refused. What else is wrong in the section is found all the same."""
-    if not isinstance(found, Mapping):
-        yield Problem(document.place(path), f"{dotted(path)}: {_NEEDS['model_type']}, found {shown(found)}")
-        return
     name, key = found.get("name"), (*path, "name")
     if name is None:
         text = f"required key is missing; one of {', '.join(OPTIMIZERS)}"

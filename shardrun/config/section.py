@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,8 +16,11 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 
 RULE = "shardrun_rule"  # the type of pydantic errors whose message is already in our own words
+
+_CORE_ERRORS = frozenset(get_args(ErrorType))
 
 
 class Broken(NamedTuple):
@@ -61,7 +64,9 @@ def rule_error(text: str) -> PydanticCustomError:
 
 
 def _again(detail: Any) -> InitErrorDetails:
-    kind = rule_error(detail["msg"]) if detail["type"] == RULE else detail["type"]
+    kind = detail["type"]
+    if kind not in _CORE_ERRORS:  # ours, or one that pydantic makes above its core
+        kind = PydanticCustomError(kind, "{text}", {"text": detail["msg"]})
     return InitErrorDetails(type=kind, loc=detail["loc"], input=detail["input"], ctx=detail.get("ctx", {}))
 
 

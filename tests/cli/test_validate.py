@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from shardrun.cli.app import app
 from shardrun.config.load import load
 from shardrun.config.schema import Config
+from shardrun.errors import CheckpointError, LaunchError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -164,3 +165,30 @@ def test_every_public_name_is_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = shardrun.nonsense
     assert set(shardrun.__all__) <= set(dir(shardrun))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (CheckpointError("step-5 is damaged"), 3, "error: step-5 is damaged\n"),
+        (LaunchError("no port is free"), 5, "error: no port is free\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_an_error_of_the_family_is_its_message_and_its_code(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str
+) -> None:
+    def fail() -> int:
+        raise raised
+
+    monkeypatch.setattr("shardrun.cli.schema.run", fail)
+    result = CliRunner().invoke(app, ["schema"])
+    assert (result.exit_code, result.stderr, result.stdout) == (code, said, "")
+
+
+def test_an_unknown_exception_keeps_its_traceback_and_exits_with_1() -> None:
+    code = "import shardrun.cli.schema as s, shardrun.__main__ as m; s.run = lambda: 1 / 0; m.main()"
+    done = subprocess.run([sys.executable, "-c", code, "schema"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")

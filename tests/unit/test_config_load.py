@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardrun.config.document import MAX_VALUES, read_document
 from shardrun.config.load import differences, from_mapping, load, resolved_yaml
+from shardrun.config.optimizers import AdamW
 from shardrun.config.schema import Config, meaning
 from shardrun.errors import ConfigError
 
@@ -74,6 +76,10 @@ def test_paths_in_overrides_start_where_the_command_does(folder: Path, monkeypat
     assert load(written(folder, GOOD), ["run.dir=x/../y"]).run.dir == elsewhere / "y"
 
 
+def test_a_recipe_may_be_a_module(folder: Path) -> None:
+    assert load(written(folder, GOOD), ["recipe=my_models.gpt"]).recipe == "my_models.gpt"
+
+
 def test_the_run_is_named_after_any_file(folder: Path) -> None:
     path = folder / "my first run!.yaml"
     path.write_text(GOOD)
@@ -116,6 +122,10 @@ def test_the_run_is_named_after_any_file(folder: Path) -> None:
         ("run: {name: ../up}", "c.yaml:9:13: run.name: text '../up' is no name; use letters, digits"),
         ("run: {seed: -1}", "c.yaml:9:13: run.seed: -1 is out of range; allowed: at least 0"),
         ("run: {seed: 9223372036854775808}", "run.seed: 9223372036854775808 is out of range; allowed: below"),
+        ("run: {dir: []}", "c.yaml:9:12: run.dir: needs text, found a list"),
+        ("run: 5", "c.yaml:9:6: run: needs a section (key: value), found 5"),
+        ("recipe_args: [a]", "c.yaml:9:14: recipe_args: needs a section (key: value), found a list"),
+        ("init_from: null\neval: {max_samples: null, every: x}", "c.yaml:10:34: eval.every: needs a whole number"),
         ("init_from: w.bin", "w.bin is no .safetensors file; convert it first"),
         ("init_from: w.safetensors", "c.yaml:9:12: init_from: there is no file"),
         ("recipe_args: {a: [1, .nan]}", "recipe_args: nan is not finite"),
@@ -151,6 +161,8 @@ def test_each_kind_of_problem_names_place_key_and_value(folder: Path, line: str,
         ("name: adamw", "name: adafactor", "optimizer.name: adafactor keeps row and column averages"),
         ("name: adamw", "name: lbfgs", "optimizer.name: lbfgs evaluates the loss several times"),
         ("name: adamw", "name: sparseadam", "optimizer.name: sparseadam needs sparse gradients"),
+        ("name: adamw", "name: [adamw]", "optimizer.name: found a list; allowed: adamw, adam, sgd"),
+        ("recipe.py", "''", "c.yaml:1:9: recipe: "),
         ("lr: 1e-3", "lr: -1", "c.yaml:4:7: optimizer.lr: -1 is out of range; allowed: at least 0"),
         (
             "lr: 1e-3",
@@ -331,6 +343,38 @@ def test_a_resolved_config_loads_to_an_equal_one(tmp_path_factory: pytest.TempPa
     assert again == config.model_copy(update={"run": config.run.model_copy(update=named)})
     assert from_mapping(again.model_dump(mode="json")) == again
     assert meaning(again) == meaning(config)
+
+
+KEYS = st.sampled_from(
+    [*Config.model_fields]
+    + [
+        f"{name}.{key}"
+        for name, field in Config.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", ())
+    ]
+    + [
+        f"optimizer.{key}"
+        for key in (*AdamW.model_fields, "momentum", "nesterov", "dampening", "options.0", "options.0.match")
+    ]
+)
+
+
+@given(st.dictionaries(KEYS, json_values, min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_any_value_under_any_key_is_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "recipe.py").touch()
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    try:
+        config = load(written(folder, GOOD), words)
+    except ConfigError as error:
+        refused = error.problems
+    else:
+        refused = []
+        assert from_mapping(config.model_dump(mode="json")) == config
+    assert all(": " in problem for problem in refused)
 
 
 def test_from_mapping_names_what_is_wrong() -> None:
