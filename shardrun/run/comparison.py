@@ -57,9 +57,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is compared with what: the probes of the straight and of the interrupted run, without rank and ending."""
+    """What is compared with what: the probes of the straight and of the interrupted run, without rank and ending.
+
+    The interrupted leg has itself seen the data of the windows after `since` and up to `step`.
+    """
 
     when: str
+    since: int
     step: int
     straight: Path
     interrupted: Path
@@ -147,11 +151,8 @@ class Comparison:
                     yield Difference(what, moment.when, moment.step, rank, name, None, x, y)
 
     def _seen(self, moment: Moment, rank: int, a: Sequence[Any], b: Sequence[Any]) -> Iterator[Difference]:
-        """The micro-batches of the steps that the interrupted leg has made itself."""
-        if not b:
-            return
-        steps = {entry["step"] for entry in b}
-        expected = [entry for entry in a if min(steps) <= entry["step"] <= moment.step]
+        """The micro-batches of the windows that the interrupted leg has made itself."""
+        expected = [entry for entry in a if moment.since < entry["step"] <= moment.step]
         for number in range(max(len(expected), len(b))):
             self._row(DATA_SEEN).values += 1
             x, y = (dict(_leaves(side[number])) if number < len(side) else {} for side in (expected, b))

@@ -152,14 +152,14 @@ class Verification:
         except LegFailed as error:
             failed = error
         if number > 1:
-            self._compare(Moment(RESTORED, begins, self._straight_at(begins), probes / "restored"), failed)
+            self._compare(Moment(RESTORED, begins, begins, self._straight_at(begins), probes / "restored"), failed)
         if failed is not None:
             if self.comparison.first is None:
                 raise failed
             self._say(f"leg {number}: {failed.outcome.reason}")
             return
         when = ENDED if last else STOPPED
-        self._compare(Moment(when, ends, self._straight_at(ends), probes / "left"), None)
+        self._compare(Moment(when, begins, ends, self._straight_at(ends), probes / "left"), None)
         self._compare_metrics(when, ends)
         self._say(_leg_line(plan, number, begins, ends, time.monotonic() - began))
 
