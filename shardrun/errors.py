@@ -52,7 +52,7 @@ class LaunchError(ShardrunError):
 
 
 class StepRefused(ShardrunError, ValueError):
-    """Every rank refused the step before anything was changed. Parameters, state and pending gradients are as before."""
+    """Every rank refused the step before a change: parameters, state and pending gradients are as before."""
 
 
 class NonFiniteError(StepRefused):

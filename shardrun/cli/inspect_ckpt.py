@@ -111,7 +111,7 @@ def _flat(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_flat(inner)}" for key, inner in value.items())
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flat, value)) + "]"
+        return "[" + ", ".join(f"({_flat(one)})" if isinstance(one, Mapping) else _flat(one) for one in value) + "]"
     return str(value)
 
 

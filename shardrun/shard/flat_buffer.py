@@ -49,9 +49,9 @@ class Pending:
 class FlatBuffers:
     """The flat storage of one session on one rank.
 
-    Making one moves the trainable ones of the given parameters into it: their `.data` become contiguous views, values unchanged. From then on
-    gradients are accumulated in FP32 in the flat range; `.grad` is a view of it. Presence of a gradient is `.grad` at
-    the step: our view, another tensor (copied in), or None (absent).
+    Making one moves the trainable ones of the given parameters into it: their `.data` become contiguous views, values
+    unchanged. From then on gradients are accumulated in FP32 in the flat range; `.grad` is a view of it. Presence of a
+    gradient is `.grad` at the step: our view, another tensor (copied in), or None (absent).
     """
 
     def __init__(self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:

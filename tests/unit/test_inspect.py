@@ -177,7 +177,7 @@ def test_the_screen_shows_what_matters(tmp_path: Path, capsys: pytest.CaptureFix
         "alias of emb.weight",
         "half.weight/master",
         "rank 0 [0, 900)",
-        "name adamw",
+        "groups [(betas [0.9, 0.999], weight_decay 0.01)], masters True, name adamw",
         "frozen",
         RECORD,
         "good",
