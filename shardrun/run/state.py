@@ -28,6 +28,8 @@ from shardrun.run.model import named_buffers, named_tensors, tied_names
 from shardrun.run.progress import Progress
 
 _BUFFER = "buffer/"
+EXPORTS = "exports"
+"""Folder of the run, beside checkpoints, for what a recipe's `on_save` writes."""
 
 
 @dataclass
@@ -56,7 +58,9 @@ def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Li
     saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
     lineage.parent = saved.path
     if built.recipe.on_save is not None and built.comm.rank == 0:
-        built.recipe.on_save(built.model, saved.path)
+        folder = run_dir / EXPORTS / saved.path.name  # a checkpoint holds only what its manifest names
+        folder.mkdir(parents=True, exist_ok=True)
+        built.recipe.on_save(built.model, folder)
     return saved
 
 
@@ -112,8 +116,8 @@ def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
     """
     order: list[str] | None = None
     if comm.rank == 0:
-        with suppress(CheckpointError, OSError, LookupError, TypeError):
-            manifest, _ = read_manifest(candidates(_source(job))[0].path)
+        with suppress(CheckpointError, OSError, LookupError, TypeError, StopIteration):
+            manifest, _ = read_manifest(next(one.path for one in candidates(_source(job)) if one.complete))
             spaces = manifest["groups"]["default"]["layout"]
             order = [placed["path"] for space in spaces for placed in space["parameters"]]
     found: list[str] | None = comm.agree("saved order", order)[0]

@@ -204,6 +204,8 @@ class Trainer:
         saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step
         self.built.comm.enter("between steps")
+        for note in saved.notes:
+            self._note(note, once=False)
         if self.metrics is not None:
             self.tether.send(
                 "checkpoint", step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=saved.seconds

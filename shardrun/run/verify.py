@@ -82,7 +82,7 @@ class Verification:
     """One verification in the folder `scratch`, which has to be empty.
 
     `most`: windows that are run at most (None: the whole run). `tamper`: what is changed after each restore, as a
-    control that must be found. `say` gets a line after each leg.
+    control that must be found. `say` gets a line after each leg; `start` runs a leg's processes to their end.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Verification:
         most: int | None = DEFAULT_WINDOWS,
         tamper: str | None = None,
         say: Callable[[str], None] = lambda text: None,
+        start: Callable[[Job, Screen], Outcome] = launch,
     ) -> None:
         self._settings = settings
         self._scratch = scratch
@@ -101,6 +102,7 @@ class Verification:
         self._most = most
         self._tamper = tamper
         self._say = say
+        self._start = start
         self._straight = scratch / "straight"
         self._interrupted = scratch / "interrupted"
         self.comparison = Comparison(settings.topology.world_size)
@@ -202,7 +204,7 @@ class Verification:
             threads_per_rank=topology.threads_per_rank,
             allow_non_loopback=topology.allow_non_loopback,
         )
-        outcome = launch(job, screen)
+        outcome = self._start(job, screen)
         if screen.stopping:
             raise Interrupted(f"stopped during {name}; nothing is proven")
         if outcome.exit_code != expected:

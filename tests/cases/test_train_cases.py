@@ -287,3 +287,16 @@ def test_other_numerics_are_refused_unless_accepted(tmp_path: Path) -> None:
     done = train(config, accept_changes=True)
     assert done.codes == [0, 0], done.errors
     assert _weights(done, 2) == -1.5 - 3.5
+
+
+def test_what_a_recipe_writes_on_save_does_not_spoil_the_checkpoint(tmp_path: Path) -> None:
+    recipe = tmp_path / "writes.py"
+    recipe.write_text(
+        Path(RECIPES / "toy.py").read_text() + "\n\ndef on_save(model, folder):\n"
+        "    (folder / 'w.txt').write_text(str(float(model.w)))\n"
+    )
+    config = document(tmp_path / "run", 1, {"train": {"steps": 2}}, str(recipe), samples=[[1.0], [2.0]])
+    first = trained(config, stop_at=1)
+    done = trained(config)
+    assert (first.run_dir / "exports" / "step-0000000001" / "w.txt").read_text() == "-1.0"
+    assert _weights(done, 2) == -3.0
