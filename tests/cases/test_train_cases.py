@@ -293,7 +293,7 @@ def test_what_a_recipe_writes_on_save_does_not_spoil_the_checkpoint(tmp_path: Pa
     recipe = tmp_path / "writes.py"
     recipe.write_text(
         Path(RECIPES / "toy.py").read_text() + "\n\ndef on_save(model, folder):\n"
-        "    (folder / 'w.txt').write_text(str(float(model.w)))\n"
+        "    (folder / 'w.txt').write_text(str(model.w.item()))\n"
     )
     config = document(tmp_path / "run", 1, {"train": {"steps": 2}}, str(recipe), samples=[[1.0], [2.0]])
     first = trained(config, stop_at=1)

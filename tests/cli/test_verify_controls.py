@@ -1,34 +1,24 @@
 """Negative controls: one thing restored wrongly on purpose, and the verification has to find and name it.
 
-The straight run and the first leg are made once; each control goes on from a copy with a second leg of its own.
+The straight run and the first leg are made once; each control goes on from a copy with a second leg of its own. All
+of it at once, as a program, is in test_verify_resume.py.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardrun.config.load import load
+from shardrun.config.load import from_mapping, load
 from shardrun.config.schema import Config
 from shardrun.run.stops import Stops
 from shardrun.run.tamper import TAMPERS
-from shardrun.run.verify import Verdict, Verification
-from tests.support.verifying import verify_config
-
-
-class Silent:
-    """A screen that shows nothing."""
-
-    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
-        return [str(event)]
-
-    def output(self, rank: int, text: str) -> None:
-        pass
+from shardrun.run.verify import LegFailed, Verdict, Verification
+from tests.support.training import document
+from tests.support.verifying import Silent, forked, verify_config
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Begun:
     def go_on(self, folder: Path, tamper: str | None) -> Verdict:
         """The second leg, from a copy in `folder`."""
         shutil.copytree(self.scratch, folder)
-        verification = Verification(self.settings, folder, Silent(), tamper=tamper)
+        verification = Verification(self.settings, folder, Silent(), tamper=tamper, start=forked)
         verification.leg(self.plan, 2)
         return verification.verdict(self.plan)
 
@@ -52,7 +42,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     """bf16 with masters, two option groups, accumulation, dropout, buffers; one rank."""
     folder = tmp_path_factory.mktemp("verify")
     settings = load(verify_config(folder, precision={"parameters": "bf16"}))
-    verification = Verification(settings, folder / "scratch", Silent())
+    verification = Verification(settings, folder / "scratch", Silent(), start=forked)
     plan = verification.straight()
     verification.leg(plan, 1)
     verdict = verification.verdict(plan)
@@ -116,3 +106,65 @@ def test_what_is_restored_wrongly_is_named(begun: Begun, tmp_path: Path, name: s
     assert all(part in text for part in ("step 2", "rank 0", first.what, first.name, first.straight, first.interrupted))
     if name in ("parameter", "master", "moment", "buffer"):
         assert first.element == 0
+
+
+@pytest.mark.parametrize(
+    ("tamper", "why"),
+    [("buffer", "the model has none"), ("master", "fp32 parameters have none"), ("moment", "sgd with these options")],
+)
+def test_a_control_that_has_nothing_to_change_says_so(tmp_path: Path, tamper: str, why: str) -> None:
+    settings = from_mapping(document(tmp_path, 1, {"train": {"steps": 3, "global_batch_size": 1}}, samples=[[1.0]] * 4))
+    verification = Verification(settings, tmp_path / "scratch", Silent(), tamper=tamper, start=forked)
+    with pytest.raises(LegFailed, match=f"--tamper {tamper}: nothing to change: {why}") as caught:
+        verification.run()
+    assert caught.value.exit_code == 2
+
+
+# ---- what no checkpoint can hold -----------------------------------------------------------------------------------
+
+
+def test_data_that_remembers_is_found_where_it_first_differs(tmp_path: Path) -> None:
+    """Items that depend on how often the data set was asked: the count begins anew with each leg."""
+    settings = load(verify_config(tmp_path, recipe_args={"fault": "data"}))
+    verdict = Verification(settings, tmp_path / "scratch", Silent(), start=forked).run()
+    first = verdict.first
+    assert first is not None
+    assert (first.what, first.when, first.step) == ("data seen", "before the stop", 3)
+    assert first.name == "micro-batch 0: sha256"
+    assert verdict.stopped_early
+
+
+def test_a_run_that_differs_from_itself_is_told_from_a_bad_resume(tmp_path: Path) -> None:
+    settings = load(verify_config(tmp_path, recipe_args={"fault": "chance"}))
+    verdict = Verification(settings, tmp_path / "scratch", Silent(), start=forked).run()
+    assert verdict.first is not None
+    assert (verdict.first.when, verdict.first.step) == ("before the stop", 2)
+
+
+# ---- other lengths -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "stops", "end", "first"),
+    [
+        ({"epochs": 2}, (2, 5), 8, 0),
+        ({"epochs": 1}, (1, 3), 4, 0),
+        ({"tokens": 50}, (2, 5), 7, 0),
+        ({"steps": 900}, (6, 11), 18, 0),
+    ],
+)
+def test_a_run_may_be_measured_in_epochs_or_tokens(
+    tmp_path: Path, length: dict[str, int], stops: tuple[int, ...], end: int, first: int
+) -> None:
+    config = verify_config(tmp_path, train={"steps": None, **length}, schedule={"name": "constant"})
+    plan = Verification(load(config), tmp_path / "scratch", Silent(), start=forked).straight()
+    assert (plan.stops, plan.end, plan.first) == (stops, end, first)
+
+
+def test_a_long_epoch_is_entered_near_its_end_and_resumes_inside_the_next(tmp_path: Path) -> None:
+    config = verify_config(tmp_path, recipe_args={"samples": 1000}, train={"steps": 6})
+    verdict = Verification(load(config), tmp_path / "scratch", Silent(), start=forked).run()
+    plan = verdict.plan
+    assert (plan.windows_per_epoch, plan.first, plan.end, plan.stops) == (125, 122, 6, (2, 4))
+    assert [plan.epoch(stop) for stop in plan.stops] == [1, 2]
+    assert verdict.first is None, verdict.first

@@ -1,4 +1,4 @@
-"""The config that verifications are tried with: small, with everything that a resume can lose."""
+"""Verifications that are tried: a small config with everything that a resume can lose, and legs that start fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardrun.run.launch import Screen
+from shardrun.run.outcome import Outcome
+from shardrun.run.worker_process import Job
 from tests.support.launching import ROOT
+from tests.support.training import train
 
 
 def verify_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
@@ -30,3 +34,20 @@ def verify_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
     path = folder / "verify.yaml"
     path.write_text(json.dumps(config))
     return path
+
+
+class Silent:
+    """A screen that shows nothing."""
+
+    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
+        return [str(event)]
+
+    def output(self, rank: int, text: str) -> None:
+        pass
+
+
+def forked(job: Job, screen: Screen) -> Outcome:
+    """Run a leg in fresh processes of the test's forkserver: the same worker, without the launcher around it."""
+    done = train(job.document["config"], **job.document["options"])
+    code = done.codes[0] if len(set(done.codes)) == 1 else 1
+    return Outcome(code, "; ".join(error for error in done.errors if error), None, ())

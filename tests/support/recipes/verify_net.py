@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Literal
 
@@ -19,7 +20,7 @@ class Args(BaseModel):
 
     samples: int = 26
     dropout: float = 0.25
-    fault: Literal["none", "attribute", "data", "rank"] = "none"
+    fault: Literal["none", "attribute", "data", "chance", "rank"] = "none"
 
 
 class Net(nn.Module):
@@ -69,6 +70,8 @@ class Noisy:
         noise = random.random() + float(np.random.random()) + torch.rand(())
         if self.args.fault == "data":
             noise = noise + 0.1 * self.asked
+        if self.args.fault == "chance":
+            noise = noise + int.from_bytes(os.urandom(2), "little") / 65536
         return torch.linspace(-1.0, 1.0, 7) * (index + 1) / len(self) + 0.1 * noise, torch.tensor(index % 3)
 
 
