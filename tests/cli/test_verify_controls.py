@@ -138,7 +138,7 @@ def test_a_run_that_differs_from_itself_is_told_from_a_bad_resume(tmp_path: Path
     settings = load(verify_config(tmp_path, recipe_args={"fault": "chance"}))
     verdict = Verification(settings, tmp_path / "scratch", Silent(), start=forked).run()
     assert verdict.first is not None
-    assert (verdict.first.when, verdict.first.step) == ("before the stop", 2)
+    assert (verdict.first.when, verdict.first.step) == ("before the stop", 1)
 
 
 # ---- other lengths -------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_run_that_differs_from_itself_is_told_from_a_bad_resume(tmp_path: Path
 @pytest.mark.parametrize(
     ("length", "stops", "end", "first"),
     [
-        ({"epochs": 2}, (2, 5), 8, 0),
+        ({"epochs": 2}, (3, 5), 8, 0),
         ({"epochs": 1}, (1, 3), 4, 0),
         ({"tokens": 50}, (2, 5), 7, 0),
         ({"steps": 900}, (6, 11), 18, 0),

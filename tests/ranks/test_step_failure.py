@@ -105,7 +105,7 @@ class Survivor:
     later: tuple[str, float]
 
 
-def _step_with_fault(comm: sr.Communicator, phase: str, nth: int, kind: str) -> Survivor:
+def _step_with_fault(comm: sr.Communicator, phase: str, nth: int, kind: str, stay_s: float = 0.0) -> Survivor:
     model = seeded(4, MixedNet)
     zero2 = make_zero2(comm, model, bucket_bytes=4096, lr=0.01)
     for step in range(_FAILING_STEP):
@@ -123,6 +123,8 @@ def _step_with_fault(comm: sr.Communicator, phase: str, nth: int, kind: str) -> 
         caught = error
     seconds = time.monotonic() - started
     comm.observer = None
+    if comm.rank == _VICTIM:
+        time.sleep(stay_s)
     return _report(comm, zero2, caught, before.differences, seconds)
 
 
@@ -196,6 +198,18 @@ def test_an_exception_on_one_rank_frees_the_others_within_two_seconds(phase: str
         _check_unchanged(outcome.value, phase)
         assert outcome.value.seconds < 5, "2 s are promised on an idle machine; the timeout is 20 s"
     assert "a fault in user code" in outcomes[_VICTIM].value.error
+
+
+@pytest.mark.parametrize("phase", ["agree", "reduce", "vote"])
+def test_a_failed_rank_that_stays_alive_does_not_hold_the_others(phase: str) -> None:
+    """Its process goes on, so that only the closing of its connections can free them before the timeout."""
+    with start_ranks(3, _step_with_fault, phase, 0, "raise", 30.0, comm_timeout_s=20, debug="OFF") as ranks:
+        outcomes = ranks.collect(timeout_s=15, ranks=_others(ranks))
+        assert ranks.missing == [_VICTIM]
+    for outcome in outcomes:
+        assert outcome.ok, outcome.error
+        _check_unchanged(outcome.value, phase)
+        assert outcome.value.seconds < 5
 
 
 def test_a_rank_killed_after_its_vote_does_not_hold_back_the_others() -> None:

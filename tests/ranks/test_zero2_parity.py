@@ -42,6 +42,17 @@ def test_equals_replicated_torch_bit_for_bit(name: str, world_size: int) -> None
     assert _verdicts(world_size)[name] == []
 
 
+_AT_FOUR = ("adamw groups, small buckets", "adamw long, cut in chunks")
+
+
+def _few_scenarios(comm: sr.Communicator) -> dict[str, list[str]]:
+    return {name: compare_with_plain_torch(comm, dataclasses.replace(SCENARIOS[name], steps=3)) for name in _AT_FOUR}
+
+
+def test_four_ranks_of_which_some_hold_nothing() -> None:
+    assert run_ranks(4, _few_scenarios, debug="OFF") == [dict.fromkeys(_AT_FOUR, [])] * 4
+
+
 # ---- the same global batch, cut otherwise -------------------------------------------------------------------------
 
 _STEPS, _TOKENS, _MAX_NORM, _LR = 8, 12, 0.5, 0.02

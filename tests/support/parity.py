@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardrun as sr
-from tests.support.models import MixedNet, OddNet, OddShapes, loss_sum, push, seeded, token_batch
+from tests.support.models import MixedNet, OddNet, OddShapes, Vectors, loss_sum, push, seeded, token_batch
 from tests.support.reference import PlainTorch, replicated_sum
 from tests.support.sessions import gather, make_zero2, options_by_path, same_bits, whole_state
 
@@ -113,7 +113,7 @@ def _backward(model: nn.Module, rank: int, step: int, number: int) -> int:
     seed = 1000 * step + 100 * rank + number
     tokens = 1 + (step + 2 * rank + 3 * number) % 5
     masked = rank == 1 and step % 5 == 4
-    if isinstance(model, OddShapes):
+    if not isinstance(model, OddNet):
         gradients = _random_gradients(model, seed, rank, step, tokens)
         push(model, {path: grad * torch.nan for path, grad in gradients.items()} if masked else gradients)
     else:
@@ -151,6 +151,16 @@ def _first_difference(ours: Tensor, theirs: Tensor) -> str:
     one, other = ours.detach().flatten(), theirs.detach().flatten()
     index = int((one != other).nonzero()[0]) if bool((one != other).any()) else 0
     return f"element {index} is {one[index].item()!r}, expected {other[index].item()!r}"
+
+
+def _long() -> nn.Module:
+    """Parameters that are cut in the middle by slices and by chunks."""
+    generator = torch.Generator().manual_seed(11)
+    model = Vectors({"long": (3000,), "flat": (3, 171), "one": (1,)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def _shrinking(step: int) -> float:
@@ -194,6 +204,17 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "adamw odd shapes": Scenario(
         _ADAMW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}, build=OddShapes, rules=_ODD_DECAY, bucket_bytes=1024
+    ),
+    "adamw long, cut in chunks": Scenario(
+        _ADAMW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}, build=_long, chunk_numel=512
+    ),
+    "adam long, not fused": Scenario(_ADAM, {"lr": 0.01, "fused": False}, build=_long, chunk_numel=256, bucket_bytes=1),
+    "sgd nesterov long bf16 masters": Scenario(
+        _SGD,
+        {"lr": 0.01, "momentum": 0.9, "nesterov": True, "fused": True},
+        build=_long,
+        dtype=torch.bfloat16,
+        chunk_numel=512,
     ),
     "sgd momentum odd shapes": Scenario(
         _SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}, build=OddShapes, bucket_bytes=1024
