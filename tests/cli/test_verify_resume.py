@@ -74,7 +74,7 @@ def test_state_that_no_checkpoint_can_hold_is_found_and_hinted_at(tmp_path: Path
         assert code == 4, program.stdout + program.stderr
         verdict, early = program.stderr.splitlines()
     assert verdict.startswith("NOT identical. First difference: step ")
-    assert "(before the stop), rank 0: parameters: first.weight, element " in verdict  # restored, then gone astray
+    assert "(before the stop), rank 0: parameters: first.bias, element 0: " in verdict  # restored, then gone astray
     assert early == "the legs after it were not run"
     assert (
         "note: calls, a plain attribute of the model, is 8 in the straight run at step 2 and 0 after" in program.stdout
