@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,13 @@ def write_curve(run_dir: Path) -> Path | None:
         return None
     path = run_dir / PICTURE
     part = path.with_suffix(".svg.part")
-    part.write_text(draw(f"Loss of {run_dir.resolve().name}", train, val), encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(draw(f"Loss of {run_dir.resolve().name}", train, val), encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
     return path
 
 

@@ -38,7 +38,7 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
         comm.agree("end of the run")
         if comm.rank == 0:
             if not already:
-                write_curve(trainer.plan.run_dir)
+                _draw_curve(trainer.plan.run_dir, tether)
             tether.send("finished", step=trainer.progress.step, already=already)
     finally:
         comm.close()  # frees peers that wait for this rank
@@ -65,6 +65,14 @@ def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     if built.comm.rank == 0 and not trainer.finished:  # a finished run is left exactly as it is
         trainer.metrics = MetricsFile(run_dir, progress.step)
     return trainer
+
+
+def _draw_curve(run_dir: Path, tether: Tether) -> None:
+    """Draw the loss; a run that is done and saved does not fail because a picture cannot be written."""
+    try:
+        write_curve(run_dir)
+    except OSError as error:
+        tether.send("warning", text=f"{error.filename}: {error.strerror}; the loss curve is not drawn")
 
 
 def _start_event(trainer: Trainer) -> None:
