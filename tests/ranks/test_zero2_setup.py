@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,6 +119,28 @@ def _option_misfits(comm: sr.Communicator) -> dict[str, tuple[str, str]]:
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(world_size: int) -> None:
     for found in run_ranks(world_size, _option_misfits):
         assert sorted(found) == sorted(_OPTION_MISFITS)
+
+
+def _pattern_without_a_match(comm: sr.Communicator) -> tuple[str, str, float]:
+    """Rank 1's model lacks what the pattern names; its process goes on afterwards."""
+    model = _extra() if comm.rank == 0 else _vectors()
+    started = time.monotonic()
+    kind, message = "nothing", ""
+    try:
+        make_zero2(comm, model, include=["a", "d"])
+    except Exception as error:
+        kind, message = told(error)
+    seconds = time.monotonic() - started
+    comm.agree("still here", None if comm.is_poisoned else comm.rank)
+    return kind, message, seconds
+
+
+def test_a_pattern_that_matches_nothing_on_one_rank_is_refused_on_all_together() -> None:
+    for kind, message, seconds in run_ranks(2, _pattern_without_a_match, comm_timeout_s=10):
+        assert kind == "SelectionError"
+        assert "rank 1" in message
+        assert "'d' matches none of 3 parameters" in message
+        assert seconds < 5
 
 
 # ---- what may differ ----------------------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ _REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list
     "norm zero": ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.0}, StepRefused, ["max_grad_norm"]),
     "norm nan": ({"max_grad_norm": _NAN}, {"max_grad_norm": _NAN}, StepRefused, ["max_grad_norm"]),
     "other policy": ({"missing": "zero"}, {"missing": "error"}, StepRefused, ["zero", "error"]),
+    "lr a string on one rank": ({"lr": 0.1}, {"lr": "0.1"}, StepRefused, ["rank 1", "learning rate", "'0.1'"]),
+    "norm a string on one rank": ({"max_grad_norm": 1.0}, {"max_grad_norm": "1"}, StepRefused, ["rank 1", "'1'"]),
+    "policy unknown on one rank": ({"missing": "zero"}, {"missing": "skip"}, StepRefused, ["rank 1", "'skip'"]),
     "weight negative": ({}, {"local_weight": -1}, StepRefused, ["rank 1", "-1"]),
     "weight a float": ({}, {"local_weight": 2.0}, StepRefused, ["rank 1", "2.0"]),
     "weight a float tensor": ({}, {"local_weight": torch.tensor(2.0)}, StepRefused, ["rank 1", "weight"]),
@@ -80,7 +83,7 @@ def _all_refusals(comm: sr.Communicator) -> tuple[dict[str, dict[str, Any]], boo
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_refusals_are_raised_by_all_change_nothing_and_a_retry_equals_never_refused(world_size: int) -> None:
-    for found, equal in run_ranks(world_size, _all_refusals):
+    for found, equal in run_ranks(world_size, _all_refusals, comm_timeout_s=10):
         for name, (_, _, kind, words) in _REFUSALS.items():
             got = found[name]
             assert got["kind"] == kind.__name__, (name, got)

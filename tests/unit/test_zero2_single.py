@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import shardrun as sr
-from tests.support.models import OddNet, loss_sum, seeded, token_batch
+from tests.support.models import OddNet, Vectors, loss_sum, seeded, token_batch
 from tests.support.parity import SCENARIOS, compare_with_plain_torch
 from tests.support.reference import Float64Twin, PlainTorch
+from tests.support.sessions import make_zero2
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -41,3 +42,40 @@ def test_the_two_references_agree(rule: str, optimizer: type[torch.optim.Optimiz
         assert ours == pytest.approx(theirs, rel=1e-6)
     for path, parameter in named.items():
         assert torch.allclose(twin.parameters[path], parameter.double(), rtol=1e-5, atol=1e-6), path
+
+
+_BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("weight_deacy", {"weight_deacy": 0.1}),
+    ("learning rate", {"lr": -1.0}),
+    ("learning rate", {"lr": float("nan")}),
+    ("eps", {"eps": -1.0}),
+    ("beta", {"betas": (1.5, 0.999)}),
+    ("weight_decay", {"weight_decay": -1.0}),
+    ("capturable", {"capturable": True}),
+    ("foreach", {"fused": True, "foreach": True}),
+    ("beta", {"rules": {"a": {"betas": (5.0, 0.9)}}}),
+    ("weight_deacy", {"rules": {"a": {"weight_deacy": 0.1}}}),
+    ("lr_scale", {"rules": {"a": {"lr_scale": -1.0}}}),
+    ("lr", {"rules": {"a": {"lr": 0.5}}}),
+    ("nesterov", {"optimizer": torch.optim.SGD, "nesterov": True}),
+    ("dampening", {"optimizer": torch.optim.SGD, "momentum": 0.9, "nesterov": True, "dampening": 0.5}),
+    ("momentum", {"momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("word", "options"), _BAD_OPTIONS)
+def test_options_that_the_optimizer_does_not_have_or_cannot_take_are_refused_at_setup(
+    word: str, options: dict[str, Any]
+) -> None:
+    """torch takes unknown keys of a param group without a word, so a misspelt one would train on with the default."""
+    model = Vectors({"a": (3,)}, value=1.0)
+    with pytest.raises((ValueError, TypeError), match=r"(?i)" + word.replace("_", "[_ ]")):
+        make_zero2(sr.Communicator.single(), model, **options)
+    assert model.get_parameter("a").tolist() == [1.0] * 3
+
+
+def test_an_option_group_for_a_path_that_is_not_selected_is_refused() -> None:
+    model = Vectors({"a": (3,), "b": (3,)})
+    session = sr.SelectedDataParallel(sr.Communicator.single(), model, sr.select_parameters(model, include=["a"]))
+    with pytest.raises(sr.errors.UsageError, match="b"):
+        sr.SelectedZero2(session, torch.optim.AdamW, option_groups=[sr.OptionGroup(frozenset({"b"}), {})])
