@@ -22,11 +22,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def scramble(built: Built, seed: int) -> None:
-    """Set all random streams elsewhere, another way on each rank; overwrite parameters, buffers and leaves. Local."""
+    """Set all random streams elsewhere, differently on each rank; overwrite model and optimizer state. Local."""
     seed_all(derive_seed(Purpose.MODEL, seed, built.comm.rank))
     generator = torch.Generator().manual_seed(derive_seed(Purpose.MODEL, seed, built.comm.rank, 1))
     tensors = [parameter.data for parameter in built.model.parameters()] + list(built.model.buffers())
-    tensors += [leaf.data for _, _, leaf, _ in optimizer_leaves(built)]
+    for _, _, leaf, _ in optimizer_leaves(built):
+        state = built.zero2.optimizer.state[leaf].values()
+        tensors += [leaf.data, *(value for value in state if isinstance(value, Tensor))]
     for tensor in tensors:
         if tensor.dtype == torch.bool:
             tensor.logical_not_()
