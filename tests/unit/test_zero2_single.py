@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +81,24 @@ def test_an_option_group_for_a_path_that_is_not_selected_is_refused() -> None:
     session = sr.SelectedDataParallel(sr.Communicator.single(), model, sr.select_parameters(model, include=["a"]))
     with pytest.raises(sr.errors.UsageError, match="b"):
         sr.SelectedZero2(session, torch.optim.AdamW, option_groups=[sr.OptionGroup(frozenset({"b"}), {})])
+
+
+def _sockets() -> list[str]:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(str(descriptor.readlink()))
+    return sorted(link for link in links if link.startswith("socket:"))
+
+
+def test_a_world_of_one_opens_no_socket_and_no_process_group() -> None:
+    before = _sockets()
+    comm = sr.Communicator.open(sr.CommunicatorConfig(rank=0, world_size=1))
+    model = seeded(1, OddNet)
+    zero2 = make_zero2(comm, model)
+    torch.autograd.backward(loss_sum(model, token_batch(0, 3)))
+    zero2.step(local_weight=3, max_grad_norm=1.0)
+    zero2.load_record(zero2.to_record())
+    assert comm.agree("anything", [1]) == [[1]]
+    assert not torch.distributed.is_initialized()
+    assert _sockets() == before
