@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardrun.config.load import from_mapping
+from shardrun.run.metrics import read_rows
+from shardrun.run.verify import Verification
 from tests.support.launching import shardrun, started
 from tests.support.training import RECIPES, Trained, document, trained
+from tests.support.verifying import Silent, forked
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.0}
 FALLING = {"optimizer": {"name": "sgd", "lr": 0.1}, "schedule": {"name": "linear", "total_steps": 10}}
@@ -178,12 +182,11 @@ def test_c022_random_numbers_survive_a_save_on_the_epochs_end_and_inside(tmp_pat
 def test_c022_verify_resume_says_so(tmp_path: Path) -> None:
     train = {"steps": 12, "micro_batch_size": 2, "global_batch_size": 4}
     sections = {"optimizer": ADAMW, "train": train, "data": {"shuffle": True}}
-    path = tmp_path / "case.yaml"
     recipe = str(RECIPES / "verify_net.py")
-    path.write_text(json.dumps(document(tmp_path / "run", 1, sections, recipe, samples=24, dropout=0.5)))
-    with started(shardrun("verify-resume", path), tmp_path) as running:
-        assert running.wait(170) == 0, running.stdout + running.stderr
-        assert running.stdout.splitlines()[-1].startswith("bit-identical: stopped at 4 and 8")
+    settings = from_mapping(document(tmp_path / "run", 2, sections, recipe, samples=24, dropout=0.5))
+    verdict = Verification(settings, tmp_path / "scratch", Silent(), start=forked).run()
+    assert verdict.first is None, verdict.first
+    assert (verdict.plan.stops, verdict.plan.windows_per_epoch) == ((4, 8), 6)
 
 
 def test_c023_no_later_epoch_loses_its_first_batches(tmp_path: Path) -> None:
@@ -223,19 +226,12 @@ def test_c034_frozen_weights_come_from_the_checkpoint(tmp_path: Path) -> None:
         sections = {"optimizer": ADAMW, "train": {"steps": 4, "global_batch_size": 4}}
         return document(tmp_path / name, 2, sections, recipe)
 
-    assert program(tmp_path, config("straight"))[0] == 0
-    assert program(tmp_path, config("broken"), "--stop-at", "2")[0] == 75
+    straight = trained(config("straight"))
+    trained(config("broken"), stop_at=2)
     assert program(tmp_path, config("broken"), env={"CASE_C034_SEED": "77"})[0] == 0
-    straight, broken = (reread(tmp_path / name) for name in ("straight", "broken"))
+    broken = Trained([], [], [], tmp_path / "broken", read_rows(tmp_path / "broken" / "metrics.jsonl"))
     frozen = broken.model(4)["layers.0.weight"]
     assert torch.equal(frozen, torch.full_like(frozen, 0.25))
     assert {name.rpartition("/")[0] for name in broken.state(4)} == {"layers.1.weight"}
     assert broken.steps[3]["loss"] == straight.steps[3]["loss"]
     same_end(straight, broken, 4)
-
-
-def reread(run_dir: Path) -> Trained:
-    """What a program left in `run_dir`."""
-    from shardrun.run.metrics import read_rows
-
-    return Trained([], [], [], run_dir, read_rows(run_dir / "metrics.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,4 +113,17 @@ def test_a_config_error_comes_before_anything_is_started(tmp_path: Path) -> None
     with verified(tmp_path, config) as (code, program):
         assert code == 2
         assert "optimizer.lr" in program.stderr
+    assert left_behind(tmp_path) == []
+
+
+def test_ctrl_c_ends_it_without_a_verdict_and_without_a_trace(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    config = verify_config(tmp_path)
+    with started(shardrun("verify-resume", config), tmp_path, {"TMPDIR": str(scratch)}) as program:
+        program.until("straight: ")
+        program.signal(signal.SIGINT)
+        assert program.wait() == 130
+        assert program.left(0.5) == {}
+    assert "identical" not in program.stdout
     assert left_behind(tmp_path) == []
