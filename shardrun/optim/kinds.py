@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,33 @@ def elementwise(optimizer: type[torch.optim.Optimizer] | str) -> Elementwise:
             f"use one of {', '.join(ELEMENTWISE)} for these parameters"
         )
     raise UsageError(f"{name} is not on the list of elementwise optimizers ({', '.join(ELEMENTWISE)})")
+
+
+def check_options(
+    kind: Elementwise, options: Mapping[str, Any], groups: Sequence[OptionGroup], trainable: Collection[str]
+) -> None:
+    """Refuse what torch would take without a word, or only stumble over in a step; UsageError names it.
+
+    torch checks the options of a constructor, but not those of a parameter group, so each group is constructed once.
+    """
+    for index, group in enumerate((OptionGroup(frozenset()), *groups)):
+        where = f"{kind.name}: option group {index}" if index else kind.name
+        merged = {**options, **group.options}
+        if "lr" in group.options:
+            raise UsageError(
+                f"{where}: lr of its own is {group.options['lr']}; give lr_scale, a factor of the base rate"
+            )
+        if not 0.0 <= group.lr_scale < math.inf:
+            raise UsageError(f"{where}: lr_scale is {group.lr_scale}; it must be finite and not negative")
+        if unknown := sorted(group.paths - set(trainable)):
+            raise UsageError(f"{where}: {unknown[0]} ({len(unknown)} in all) is no selected trainable parameter")
+        for option in ("capturable", "differentiable"):
+            if merged.get(option):
+                raise UsageError(f"{where}: {option} is set; a slice is stepped outside of graphs, leave it out")
+        try:
+            kind.cls([torch.zeros(1)], **merged)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{where}: torch.optim.{kind.cls.__name__} does not take {merged}: {error}") from None
 
 
 def group_of(path: str, groups: Sequence[OptionGroup]) -> int:

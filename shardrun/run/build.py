@@ -86,7 +86,7 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
     )
     if config.init_from is not None:
         models.init_from(model, config.init_from)
-    selection = select_parameters(model, config.select.include, config.select.exclude)
+    selection = select_parameters(model, config.select.include, config.select.exclude, comm=comm)
     models.freeze_unselected(selection)
     notes = _selection_notes(selection)
     differed = models.compare_unselected(comm, model, selection, config.topology.sync_unselected)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,13 +71,36 @@ def pattern(text: str) -> re.Pattern[str]:
         raise SelectionError(f"select: {text!r} is not a regular expression: {error}") from None
 
 
-def select_parameters(model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> Selection:
-    """Select parameters by dotted path: `include` first, then `exclude`. Local; the session compares all ranks.
+class Agreeing(Protocol):
+    """What a selection needs of a communicator."""
+
+    def agree(self, tag: str, value: Any = None, error: Exception | None = None) -> list[Any]: ...
+
+
+def select_parameters(
+    model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = (), *, comm: Agreeing | None = None
+) -> Selection:
+    """Select parameters by dotted path: `include` first, then `exclude`; SelectionError says what cannot be selected.
 
     Patterns are globs (`blocks.*.bias`; `*` also crosses dots) or `re:` expressions. A pattern that matches nothing is
     an error. Selecting one path of a tied parameter selects the tensor under all its paths; excluding another path of
-    it is refused. An empty selection (no patterns) is valid.
+    it is refused. An empty selection (no patterns) is valid. Local without `comm`; with it every rank calls, and what
+    is wrong on one rank is raised by all, so that none waits in the next call for one that gave up here.
     """
+    found, problem = None, None
+    try:
+        found = _select(model, include, exclude)
+    except SelectionError as error:
+        problem = error
+    if comm is not None:
+        comm.agree("selection", error=problem)
+    if found is None:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def _select(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Selection:
     everything = dict(named_parameters(model))
     matched: dict[str, list[str]] = {}
     for text in dict.fromkeys([*include, *exclude]):

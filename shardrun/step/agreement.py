@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -33,14 +34,15 @@ class Request:
     """mean: divide by the exact global weight; sum: no division."""
     weight: int | Tensor
     """Mean: samples or tokens in this rank's loss sum. Sum: 1 if this rank contributes, else 0."""
-    missing: MissingGradientPolicy
+    missing: MissingGradientPolicy | str
     lr: float
     max_grad_norm: float | None
 
     def terms(self) -> str:
         """What all ranks must ask for alike; floats by their bits."""
-        norm = None if self.max_grad_norm is None else float(self.max_grad_norm).hex()
-        return f"mode {self.mode}, missing gradients {self.missing}, lr {float(self.lr).hex()}, max_grad_norm {norm}"
+        return (
+            f"mode {self.mode}, missing {self.missing}, lr {_bits(self.lr)}, max_grad_norm {_bits(self.max_grad_norm)}"
+        )
 
     def problems(self) -> list[str]:
         """What is wrong with it on this rank."""
@@ -51,10 +53,12 @@ class Request:
                 found.append(f"weight is {weight}; it must be 0 to {MAX_WEIGHT - 1}")
         except TypeError:
             found.append(f"weight is {self.weight!r}; it must be an int or a 0-dim integer tensor")
-        if not 0.0 <= self.lr < float("inf"):
-            found.append(f"learning rate is {self.lr}; it must be finite and not negative")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
-            found.append(f"max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        if not _is_real(self.lr) or not 0.0 <= self.lr < math.inf:
+            found.append(f"learning rate is {self.lr!r}; it must be a number, finite and not negative")
+        if self.max_grad_norm is not None and (not _is_real(self.max_grad_norm) or not self.max_grad_norm > 0.0):
+            found.append(f"max_grad_norm is {self.max_grad_norm!r}; it must be a number above 0, or None")
+        if self.missing not in list(MissingGradientPolicy):
+            found.append(f"missing is {self.missing!r}; it must be one of {', '.join(MissingGradientPolicy)}")
         return found
 
 
@@ -66,6 +70,14 @@ class Window:
     contributes: bool
     present: Mapping[str, bool]
     """Path -> whether any contributing rank has a gradient for it; the others are left alone."""
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bits(value: float | None) -> str:
+    return float(value).hex() if _is_real(value) and value is not None else repr(value)
 
 
 def integer_weight(weight: int | Tensor) -> int:
@@ -122,7 +134,7 @@ def _by_rank(comm: Communicator, tag: str, text: str) -> str:
 
 
 def _refuse_missing(call: str, request: Request, paths: Sequence[str], bitmaps: Mapping[int | None, str]) -> None:
-    if request.missing is not MissingGradientPolicy.ERROR:
+    if request.missing != MissingGradientPolicy.ERROR:
         return
     for rank, bitmap in bitmaps.items():
         absent = [path for path, here in zip(paths, bitmap, strict=True) if here == "0"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardrun.errors import SelectionError, UsageError
-from shardrun.optim.kinds import Elementwise, OptionGroup, group_of
+from shardrun.optim.kinds import Elementwise, OptionGroup, check_options, group_of
 from shardrun.shard.flat_buffer import FlatBucket
 from shardrun.shard.layout import Entry, FlatLayout, plan_layout
 from shardrun.step.data_parallel import SelectedDataParallel
@@ -67,10 +67,14 @@ def agree_layout(
 ) -> FlatLayout:
     """The layout that the group's root computes; collective. Options that differ between ranks are refused by all."""
     specs = {spec.path: spec for spec in session.contract.specs}
-    sixteen = next((path for path in session.order if specs[path].dtype == "float16"), None)
-    problem = sixteen and SelectionError(
-        f"{sixteen} is float16, which needs a dynamic loss scale; use bfloat16 or float32, or freeze it"
-    )
+    problem: UsageError | None = None
+    try:
+        check_options(kind, options, option_groups, session.order)
+    except UsageError as error:
+        problem = error
+    for path in session.order:
+        if specs[path].dtype == "float16":
+            problem = SelectionError(f"{path} is float16, which needs a dynamic loss scale; use bfloat16 or float32")
     entries = [
         Entry(path, specs[path].numel, specs[path].dtype, group_of(path, option_groups)) for path in session.order
     ]
@@ -80,7 +84,7 @@ def agree_layout(
     answers = session.comm.agree(
         f"layout of {name}",
         {"asked": hashlib.sha256(asked.encode()).hexdigest(), "layout": layout.to_json()},
-        problem or None,
+        problem,
     )
     if len({answer["asked"] for answer in answers}) > 1:
         raise UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}")

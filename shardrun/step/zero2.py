@@ -167,7 +167,7 @@ class SelectedZero2:
     ) -> StepResult:
         comm, flat, optimizer = self.comm, self.flat, self.slice_optimizer
         base_lr = optimizer.base_lr if lr is None else lr
-        request = Request(mode, weight, MissingGradientPolicy(missing), base_lr, max_grad_norm)
+        request = Request(mode, weight, missing, base_lr, max_grad_norm)
         call = f"step {self.step_count + 1} of {self.name}"
         with transaction(comm, self.step_count + 1):
             comm.enter("collect")

@@ -27,9 +27,9 @@ def make_zero2(
     **options: Any,
 ) -> sr.SelectedZero2:
     """A SelectedZero2 over the selected part of `model`; `rules` maps a glob to the options of its group."""
-    selection = sr.select_parameters(model, include=include, exclude=exclude)
+    selection = sr.select_parameters(model, include=include, exclude=exclude, comm=comm)
     session = sr.SelectedDataParallel(comm, model, selection)
-    groups = option_groups(list(selection.parameters), rules or {})
+    groups = option_groups(session.order, rules or {})
     return sr.SelectedZero2(session, optimizer, option_groups=groups, **options)
 
 
