@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 
 class ShardrunError(Exception):
     """Base of everything shardrun raises on purpose. `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    agreed = False
+    """Whether every rank of the group raised it alike, so that none waits for another."""
+
+
+_E = TypeVar("_E", bound=ShardrunError)
+
+
+def by_all(error: _E) -> _E:
+    """`error`, marked as one that every rank raises at this point."""
+    error.agreed = True
+    return error
 
 
 class UsageError(ShardrunError, ValueError):
@@ -74,10 +86,12 @@ class CallMismatch(CommunicatorError, ValueError):
 
 
 class StepFailed(ShardrunError, RuntimeError):
-    """A step failed underway. No parameter and no optimizer state has changed on this rank.
+    """A step failed underway. No parameter and no optimizer state has changed on this rank, unless `phase` is "commit".
 
-    `gradients_kept` tells whether the pending gradients are still bit-identical; `in_doubt` is True when the failure
-    fell inside the final vote, so that another rank may be one whole step ahead.
+    `gradients_kept` tells whether the pending gradients are still bit-identical; without that they were dropped.
+    `in_doubt` is True when the failure fell inside the final vote, so that another rank may be one whole step ahead, or
+    into the commit after it, which nothing but a fault of the machine should do: then this rank's state is torn, and
+    the session refuses to step or to give a record.
     """
 
     def __init__(self, message: str, *, step: int, phase: str, gradients_kept: bool, in_doubt: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 import shardrun.errors as errors
 from shardrun.comm.config import CommunicatorConfig
-from shardrun.comm.fingerprint import all_equal, hashes
+from shardrun.comm.fingerprint import INTEGERS, all_equal, integers
 from shardrun.comm.process_group import close_process_group, device_of, open_process_group
-from shardrun.comm.slices import seam_for
-from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError
+from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam
+from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError, by_all
 
 # Every comparison travels as one int64 vector of this length, whatever the operation, so that ranks that call
 # different operations still meet in the same collective and can tell each other.
-_ROUND = 32
-MAX_COMPARED = 6
-MAX_SUMS = 16
+MAX_COMPARED = 3
+MAX_SUMS = 8
+_ROUND = MAX_SUMS + (1 + MAX_COMPARED) * INTEGERS
 
 Observer = Callable[[str, int], None]
 
@@ -39,9 +39,10 @@ class Comparison:
 class Communicator:
     """Ranks 0..world_size-1 that hold replicas of the same selected parameters.
 
-    Made by `single()`, `from_env()` or `open(config)`. Every method but the properties is collective: every rank calls
-    it, in the same order. The first failed collective poisons the communicator and closes its connections; every later
-    call is refused at once with the first cause.
+    Made by `single()`, `from_env()` or `open(config)`. Collective, that is called by every rank in the same order, are
+    `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices` and `sum_integers`. The first
+    failed collective poisons the communicator and closes its connections; every later call is refused at once with the
+    first cause.
     """
 
     def __init__(self, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:
@@ -56,7 +57,10 @@ class Communicator:
         self.collective = 0
         self._poison: str | None = None
         self._kept_alive: list[object] = []
-        self._seam = seam_for(backend, rank, world_size)
+        # [Note: control plane] Agreements, texts, norms and votes are CPU tensors over gloo on every machine: it raises
+        # what went wrong, in time. Only gradients and parameters take the fast way of the device.
+        self._control = ExchangeSeam(rank, world_size)
+        self._seam: SliceSeam = NativeSeam(world_size) if backend == "nccl" else self._control
 
     @staticmethod
     def single() -> Communicator:
@@ -94,11 +98,12 @@ class Communicator:
         """Name of the way slices travel; part of a record's numerics."""
         return self._seam.name if self.world_size > 1 else "none"
 
-    def enter(self, phase: str) -> None:
-        """Mark the beginning of a phase of the step; local."""
+    def enter(self, phase: str, *, cannot_fail: bool = False) -> None:
+        """Mark the beginning of a phase of the step; local. In a phase that cannot fail the observer cannot either."""
         self.phase = phase
         if self.observer is not None:
-            self.observer(phase, self.collective)
+            with suppress(*([Exception] if cannot_fail else [])):
+                self.observer(phase, self.collective)
 
     def poison(self, cause: str, keep_alive: object = None) -> None:
         """Refuse every later call with `cause` and close the connections, which frees waiting peers; local."""
@@ -143,7 +148,7 @@ class Communicator:
     ) -> Comparison:
         """Add up `sums` over ranks and tell which `items` differ, see [Note: comparing by sums].
 
-        At most 6 items and 16 sums; sums are int64. Ranks that are in different operations all raise CallMismatch.
+        At most 3 items and 8 sums; sums are int64. Ranks that are in different operations all raise CallMismatch.
         """
         items = items or {}
         assert len(items) <= MAX_COMPARED
@@ -152,20 +157,20 @@ class Communicator:
         if self.world_size == 1:
             return Comparison(list(sums), frozenset())
         call = f"{operation}: {detail}" if detail else operation
-        mine = [half for text in (call, *items.values()) for half in hashes(text)]
-        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *mine])
-        seen = [int(not all_equal(total[MAX_SUMS + index], value, self.world_size)) for index, value in enumerate(mine)]
-        saw = self._sum_round(seen)
-        if saw[0] or saw[1]:
+        hashed = [number for text in (call, *items.values()) for number in integers(text)]
+        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed])
+        places = range(MAX_SUMS, MAX_SUMS + len(hashed), INTEGERS)
+        same = [all_equal(total[place : place + INTEGERS], self.world_size) for place in places]
+        if not same[0]:
             calls = self._texts(call)
-            raise CallMismatch(
-                "the ranks are in different operations and nothing was sent: "
-                + "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(calls))
+            raise by_all(
+                CallMismatch(
+                    "the ranks are in different operations and nothing was sent: "
+                    + "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(calls))
+                )
             )
-        names = list(items)
-        return Comparison(
-            total[: len(sums)], frozenset(name for k, name in enumerate(names) if saw[2 + 2 * k] or saw[3 + 2 * k])
-        )
+        differing = (name for name, equal in zip(items, same[1:], strict=True) if not equal)
+        return Comparison(total[: len(sums)], frozenset(differing))
 
     def agree(self, tag: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order.
@@ -178,14 +183,15 @@ class Communicator:
             if error is not None:
                 raise error
             return [value]
-        self.compare("agree", tag)
         message: dict[str, Any] = {"value": value}
         if error is not None:
             message = {"error": type(error).__name__, "message": str(error)}
-        answers = [json.loads(text) for text in self._texts(json.dumps(message))]
+        text = json.dumps(message)  # what JSON cannot hold is found before a peer waits for it
+        self.compare("agree", tag)
+        answers = [json.loads(answer) for answer in self._texts(text)]
         failed = {rank: answer for rank, answer in enumerate(answers) if "error" in answer}
         if failed:
-            raise _joint_error(failed) from error
+            raise by_all(_joint_error(failed)) from error
         return [answer["value"] for answer in answers]
 
     def texts(self, tag: str, text: str) -> list[str]:
@@ -196,6 +202,12 @@ class Communicator:
         self.compare("texts", tag)
         return self._texts(text)
 
+    def settle(self) -> None:
+        """Wait until this rank's device has done all collectives so far, and raise what went wrong there."""
+        if self.device.type == "cuda" and self.world_size > 1:
+            with self._guard("settle"):
+                torch.cuda.current_stream(self.device).synchronize()
+
     def vote(self) -> None:
         """Return once every rank has come to this vote: a sum of ones that counts only when it is `world_size`.
 
@@ -205,7 +217,7 @@ class Communicator:
         self.require_open()
         if self.world_size == 1:
             return
-        ballot = torch.ones(1, dtype=torch.int64, device=self.device)
+        ballot = torch.ones(1, dtype=torch.int64)
         with self._guard("vote", ballot):
             dist.all_reduce(ballot)
             yes = int(ballot.item())
@@ -214,12 +226,16 @@ class Communicator:
 
     # ---- data --------------------------------------------------------------------------------------------------
 
-    def broadcast_(self, tensor: Tensor, tag: str, root: int = 0) -> None:
-        """Overwrite `tensor` (any shape, any dtype, contiguous) with the root's."""
+    def broadcast_(self, tensor: Tensor, tag: str, root: int = 0, *, agreed: bool = False) -> None:
+        """Overwrite `tensor` (any shape, any dtype, contiguous) with the root's.
+
+        `agreed`: the ranks have already compared tag, dtype and size of this and every other broadcast that follows.
+        """
         if self.world_size == 1:
             self.require_open()
             return
-        self.compare("broadcast", f"{tag} {tensor.dtype} {tensor.numel()} from {root}")
+        if not agreed:
+            self.compare("broadcast", f"{tag} {tensor.dtype} {tensor.numel()} from {root}")
         if tensor.numel() == 0:
             return
         raw = tensor.view(-1).view(torch.uint8)
@@ -251,7 +267,7 @@ class Communicator:
             bucket.copy_(own)
             return
         with self._guard("gather", bucket, own):
-            self._seam.gather(bucket, own)
+            (self._control if bucket.device.type == "cpu" else self._seam).gather(bucket, own)
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Sum a handful (at most 32) of int64 over ranks; the caller has agreed on the call beforehand."""
@@ -263,7 +279,6 @@ class Communicator:
     def _sum_round(self, values: Sequence[int]) -> list[int]:
         vector = torch.zeros(_ROUND, dtype=torch.int64)
         vector[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
-        vector = vector.to(self.device)
         with self._guard("agreement", vector):
             dist.all_reduce(vector)
         result: list[int] = vector.tolist()
@@ -271,20 +286,19 @@ class Communicator:
 
     def _texts(self, text: str) -> list[str]:
         raw = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self._guard("text sizes", sizes):
-            dist.all_gather(sizes, torch.tensor([len(raw)], dtype=torch.int64, device=self.device))
+            dist.all_gather(sizes, torch.tensor([len(raw)], dtype=torch.int64))
         longest = max(int(size.item()) for size in sizes)
         padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
-        padded = padded.to(self.device)
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
         with self._guard("texts", rows, padded):
             dist.all_gather(rows, padded)
         return [bytes(row[: int(size.item())].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _joint_error(failed: Mapping[int, Mapping[str, str]]) -> Exception:
+def _joint_error(failed: Mapping[int, Mapping[str, str]]) -> ShardrunError:
     """One error for all ranks out of the errors that some ranks brought, each with its rank's number."""
     names = {answer["error"] for answer in failed.values()}
     message = "\n".join(f"rank {rank}: {answer['message']}" for rank, answer in sorted(failed.items()))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardrun.comm.fingerprint import MAX_RANKS
 from shardrun.errors import ConfigError
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
@@ -58,6 +59,8 @@ class CommunicatorConfig:
         problems = []
         if self.world_size < 1:
             problems.append(f"world_size is {self.world_size}; it must be at least 1")
+        elif self.world_size > MAX_RANKS:
+            problems.append(f"world_size is {self.world_size}; it must be at most {MAX_RANKS}")
         elif not 0 <= self.rank < self.world_size:
             problems.append(
                 f"rank is {self.rank}; with world_size {self.world_size} it must be 0 to {self.world_size - 1}"

@@ -40,16 +40,17 @@ def open_process_group(config: CommunicatorConfig) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     timeout = timedelta(seconds=config.timeout_s)
     device_id = device_of(config) if config.backend == "nccl" else None
+    backend = "cpu:gloo,cuda:nccl" if config.backend == "nccl" else config.backend  # see [Note: control plane]
     if device_id is not None:
         torch.cuda.set_device(device_id)
     atexit.register(close_process_group)  # a process that ends with open gloo connections aborts
     if config.agent_store:
-        dist.init_process_group(config.backend, init_method="env://", timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=device_id)
         return
     store = _store(config, timeout)
     _check_run_id(config, store)
     dist.init_process_group(
-        config.backend,
+        backend,
         store=store,
         rank=config.rank,
         world_size=config.world_size,

@@ -41,7 +41,7 @@ class ExchangeSeam:
     def reduce(self, bucket: Tensor, out: Tensor, *, contributes: bool) -> None:
         slices = bucket.view(self.world_size, -1)
         if not contributes:
-            slices = torch.zeros(slices.shape[1], dtype=bucket.dtype).expand(self.world_size, -1)
+            slices = torch.zeros_like(slices[0]).expand(self.world_size, -1)
         received = [slices[rank] if rank == self.rank else self._buffer(rank, out) for rank in range(self.world_size)]
         self._exchange([slices[rank] for rank in range(self.world_size)], received)
         out.copy_(received[0])
@@ -87,8 +87,3 @@ class NativeSeam:
 
     def gather(self, bucket: Tensor, own: Tensor) -> None:
         self._all_gather(bucket.view(torch.uint8), own.view(torch.uint8))
-
-
-def seam_for(backend: str, rank: int, world_size: int) -> SliceSeam:
-    """The seam that serves `backend`: `native` on NCCL, `exchange` elsewhere."""
-    return NativeSeam(world_size) if backend == "nccl" else ExchangeSeam(rank, world_size)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardrun.shard.layout import Bucket, FlatLayout, Fragment, Space
 
+_HOOKS = WeakIdKeyDictionary()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -63,7 +65,7 @@ class FlatBuffers:
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
         for held in self._held:
-            held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad))  # type: ignore[no-untyped-call]
+            _hook(held.parameter, _adopt_into(held.grad))
 
     @property
     def paths(self) -> list[str]:
@@ -159,9 +161,17 @@ def _move_in(
         yield _Held(placed.path, parameter, parameter.data_ptr(), grad_view)
 
 
+def _hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Make `hook` the one hook of shardrun on the parameter: a session made anew takes the place of the one before."""
+    if parameter in _HOOKS:
+        _HOOKS[parameter].remove()
+    _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def _adopt_into(view: Tensor) -> Callable[[Tensor], None]:
     """A post-accumulate hook: the first gradient of a window is copied into the flat range, later ones add there."""
 
+    @torch.no_grad()
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not view and parameter.grad is not None and not parameter.grad.is_sparse:
             view.copy_(parameter.grad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,20 +16,19 @@ from shardrun.errors import SelectionError
 from shardrun.shard.contract import Contract, ParameterSpec
 
 TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WRAPPERS = ("_orig_mod.",)  # torch.compile
+_WRAPPERS = ("_orig_mod",)  # torch.compile
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All (path, Parameter) in definition order, every alias included, without the prefixes of torch's wrappers."""
-    named = [(_clean(path), parameter) for path, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [(clean_path(path), parameter) for path, parameter in model.named_parameters(remove_duplicate=False)]
     seen: set[str] = set()
     return [(path, parameter) for path, parameter in named if not (path in seen or seen.add(path))]  # type: ignore[func-returns-value]
 
 
-def _clean(path: str) -> str:
-    for wrapper in _WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path
+def clean_path(path: str) -> str:
+    """A dotted path without the components that torch's wrappers put in."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _select(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) ->
     selected = {path: parameter for path, parameter in everything.items() if path in chosen or path in added}
     rest = {path: parameter for path, parameter in everything.items() if path not in selected}
     _refuse_unfit(selected)
-    _refuse_overlap(selected, rest)
+    _refuse_overlap(selected, rest, model)
     return Selection(selected, rest, {text: len(matched[text]) for text in include}, tuple(added))
 
 
@@ -135,9 +133,15 @@ def _nothing_matched(text: str, paths: list[str]) -> str:
 
 
 def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
+    devices = {parameter.device: path for path, parameter in selected.items() if parameter.requires_grad}
+    if len(devices) > 1:
+        sides = " and ".join(f"{path} on {device}" for device, path in devices.items())
+        raise SelectionError(f"select: trainable parameters of one session are on one device, found {sides}")
     for path, parameter in selected.items():
         if not parameter.requires_grad:
             continue
+        if parameter.is_meta:
+            raise SelectionError(f"select: {path} is trainable and on the meta device; give it values or exclude it")
         if parameter.dtype not in TRAINABLE_DTYPES:
             raise SelectionError(
                 f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters are float32, "
@@ -149,10 +153,11 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parameter]) -> None:
-    """Two distinct Parameters on overlapping memory would be updated twice, or torn apart; refuse them by name."""
+def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parameter], model: nn.Module) -> None:
+    """A selected parameter on memory that another tensor uses would be updated twice, or torn from it; refuse it."""
+    buffers = {clean_path(path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
     spans: dict[tuple[str, int], list[tuple[int, int, str, int]]] = {}
-    for path, parameter in [*selected.items(), *rest.items()]:
+    for path, parameter in [*selected.items(), *rest.items(), *buffers.items()]:
         if parameter.numel() == 0 or parameter.device.type == "meta":
             continue
         storage = parameter.untyped_storage()
@@ -161,10 +166,14 @@ def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parame
         span = (begin, begin + extent * parameter.element_size(), path, id(parameter))
         spans.setdefault((str(parameter.device), storage.data_ptr()), []).append(span)
     for group in spans.values():
-        group.sort()
-        for (_, stop, first, one), (start, _, second, other) in itertools.pairwise(group):
-            if one != other and start < stop and (first in selected or second in selected):
-                raise SelectionError(
-                    f"select: {first} and {second} are different Parameters on overlapping memory; tie them (one "
-                    "Parameter under two names) or give each its own memory"
-                )
+        widest: dict[bool, tuple[int, str, int]] = {}  # selected or not -> the span that reaches furthest so far
+        for start, stop, path, key in sorted(group):
+            chosen = path in selected
+            for other_chosen, (reach, other, other_key) in widest.items():
+                if other_key != key and start < reach and (chosen or other_chosen):
+                    raise SelectionError(
+                        f"select: {other} and {path} are different tensors on the same stretch of memory, and one of "
+                        "them is selected; tie them (one Parameter under two names) or give each its own memory"
+                    )
+            if chosen not in widest or stop > widest[chosen][0]:
+                widest[chosen] = (stop, path, key)

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import SupportsIndex, TypeGuard
 
+import torch
 from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
-from shardrun.errors import EmptyWindowError, StepRefused
+from shardrun.errors import EmptyWindowError, StepRefused, by_all
 from shardrun.shard.flat_buffer import Pending
 
 MAX_WEIGHT = 1 << 53
@@ -32,17 +34,19 @@ class Request:
 
     mode: str
     """mean: divide by the exact global weight; sum: no division."""
-    weight: int | Tensor
+    weight: object
     """Mean: samples or tokens in this rank's loss sum. Sum: 1 if this rank contributes, else 0."""
-    missing: MissingGradientPolicy | str
-    lr: float
-    max_grad_norm: float | None
+    missing: object
+    rates: Sequence[object]
+    """Learning rate of each option group."""
+    options: str
+    """The optimizer's other options, as text."""
+    max_grad_norm: object
 
     def terms(self) -> str:
         """What all ranks must ask for alike; floats by their bits."""
-        return (
-            f"mode {self.mode}, missing {self.missing}, lr {_bits(self.lr)}, max_grad_norm {_bits(self.max_grad_norm)}"
-        )
+        rates, norm = " ".join(map(_bits, self.rates)), _bits(self.max_grad_norm)
+        return f"mode {self.mode}, missing {self.missing}, lr {rates}, max_grad_norm {norm}, options {self.options}"
 
     def problems(self) -> list[str]:
         """What is wrong with it on this rank."""
@@ -53,9 +57,10 @@ class Request:
                 found.append(f"weight is {weight}; it must be 0 to {MAX_WEIGHT - 1}")
         except TypeError:
             found.append(f"weight is {self.weight!r}; it must be an int or a 0-dim integer tensor")
-        if not _is_real(self.lr) or not 0.0 <= self.lr < math.inf:
-            found.append(f"learning rate is {self.lr!r}; it must be a number, finite and not negative")
-        if self.max_grad_norm is not None and (not _is_real(self.max_grad_norm) or not self.max_grad_norm > 0.0):
+        for rate in self.rates:
+            if not (is_real(rate) and 0.0 <= rate < math.inf):
+                found.append(f"learning rate is {rate!r}; it must be a number, finite and not negative")
+        if self.max_grad_norm is not None and not (is_real(self.max_grad_norm) and self.max_grad_norm > 0.0):
             found.append(f"max_grad_norm is {self.max_grad_norm!r}; it must be a number above 0, or None")
         if self.missing not in list(MissingGradientPolicy):
             found.append(f"missing is {self.missing!r}; it must be one of {', '.join(MissingGradientPolicy)}")
@@ -72,22 +77,23 @@ class Window:
     """Path -> whether any contributing rank has a gradient for it; the others are left alone."""
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether it is a number that can be a rate or a norm."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _bits(value: float | None) -> str:
-    return float(value).hex() if _is_real(value) and value is not None else repr(value)
+def _bits(value: object) -> str:
+    return float(value).hex() if is_real(value) else repr(value)
 
 
-def integer_weight(weight: int | Tensor) -> int:
+def integer_weight(weight: object) -> int:
     """The weight as an int; TypeError for anything but an int or a 0-dim integer tensor."""
     if isinstance(weight, Tensor):
-        if weight.dim() != 0 or weight.is_floating_point() or weight.is_complex():
+        if weight.dim() != 0 or weight.is_floating_point() or weight.is_complex() or weight.dtype == torch.bool:
             raise TypeError("not a 0-dim integer tensor")
         return int(weight.item())
-    if isinstance(weight, bool):
-        raise TypeError("a bool is not a weight")
+    if isinstance(weight, bool) or not isinstance(weight, SupportsIndex):
+        raise TypeError("not an int")
     return index(weight)
 
 
@@ -110,10 +116,11 @@ def agree_window(
     )
     global_weight, contributors, failures = found.sums
     if failures:
-        raise StepRefused(f"{call} refused before the update: " + _by_rank(comm, "problems", "; ".join(problems)))
+        told = _by_rank(comm, "problems", "; ".join(problems))
+        raise by_all(StepRefused(f"{call} refused before the update: {told}"))
     if "terms" in found.differing:
         asked = _by_rank(comm, "terms", request.terms())
-        raise StepRefused(f"{call} refused before the update, the ranks ask for different steps: {asked}")
+        raise by_all(StepRefused(f"{call} refused before the update, the ranks ask for different steps: {asked}"))
     bitmaps = [bitmap] if contributors else []
     if contributors and "presence" in found.differing:
         shown = comm.texts("presence", bitmap if weight > 0 else "")
@@ -122,8 +129,8 @@ def agree_window(
     elif contributors:
         _refuse_missing(call, request, paths, {None: bitmap})
     if request.mode == "mean" and global_weight == 0:
-        raise EmptyWindowError(
-            f"{call} refused before the update: the global weight is 0, no rank has a sample or token"
+        raise by_all(
+            EmptyWindowError(f"{call} refused before the update: the global weight is 0, no rank has a sample")
         )
     present = {path: any(text[k] == "1" for text in bitmaps) for k, path in enumerate(paths)}
     return Window(global_weight, weight > 0, present)
@@ -141,4 +148,5 @@ def _refuse_missing(call: str, request: Request, paths: Sequence[str], bitmaps: 
         if absent:
             who = "no rank has a gradient for" if rank is None else f"rank {rank} has no gradient for"
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            raise StepRefused(f"{call} refused before the update: {who} {absent[0]}{more} (missing_gradients: error)")
+            told = f"{call} refused before the update: {who} {absent[0]}{more} (missing_gradients: error)"
+            raise by_all(StepRefused(told))

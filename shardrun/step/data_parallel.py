@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from shardrun.comm.communicator import Communicator
-from shardrun.errors import ContractError
+from shardrun.errors import ContractError, by_all
 from shardrun.shard.contract import Contract, first_difference
 from shardrun.shard.selection import Selection
 
@@ -47,7 +47,7 @@ class SelectedDataParallel:
         found = self.comm.compare("session", "set-up", {"contract": self.contract.digest})
         if found.differing:
             contracts = [Contract.from_json(items) for items in self.comm.agree("contract", self.contract.to_json())]
-            raise ContractError(f"the ranks select different parameters: {first_difference(contracts)}")
+            raise by_all(ContractError(f"the ranks select different parameters: {first_difference(contracts)}"))
 
     def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
         """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
@@ -64,6 +64,6 @@ class SelectedDataParallel:
         for spec in self.contract.distinct():
             data = self.parameters[spec.path].data
             wire = data.contiguous()
-            self.comm.broadcast_(wire, spec.path)
+            self.comm.broadcast_(wire, spec.path, agreed=True)  # by the contract
             if wire.data_ptr() != data.data_ptr():
                 data.copy_(wire)

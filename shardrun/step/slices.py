@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrun.errors import SelectionError, UsageError
+from shardrun.errors import SelectionError, UsageError, by_all
 from shardrun.optim.kinds import Elementwise, OptionGroup, check_options, group_of
 from shardrun.shard.flat_buffer import FlatBucket
 from shardrun.shard.layout import Entry, FlatLayout, plan_layout
@@ -23,7 +23,7 @@ class Slice:
 
     bucket: FlatBucket
     reduced: Tensor
-    """(n,) float32: the sum over ranks, then the mean."""
+    """(n,) float32: the sum over ranks, then the mean, then clipped."""
     grad: Tensor
     """(n,) in the leaf's dtype, what the optimizer sees; `reduced` itself where that is float32."""
     leaf: Tensor
@@ -56,6 +56,12 @@ def master_views(slices: Sequence[Slice]) -> dict[str, Tensor]:
     }
 
 
+def on_first_paths(session: SelectedDataParallel, groups: Sequence[OptionGroup]) -> list[OptionGroup]:
+    """The groups with every tied parameter under its first path, whichever of its names they use."""
+    first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}
+    return [replace(group, paths=frozenset(first.get(path, path) for path in group.paths)) for group in groups]
+
+
 def agree_layout(
     session: SelectedDataParallel,
     name: str,
@@ -83,9 +89,12 @@ def agree_layout(
     asked = repr((kind.name, sorted(options.items()), groups, masters, bucket_bytes))
     answers = session.comm.agree(
         f"layout of {name}",
-        {"asked": hashlib.sha256(asked.encode()).hexdigest(), "layout": layout.to_json()},
+        {
+            "asked": hashlib.sha256(asked.encode()).hexdigest(),
+            "layout": layout.to_json() if session.comm.rank == 0 else None,
+        },
         problem,
     )
     if len({answer["asked"] for answer in answers}) > 1:
-        raise UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}")
+        raise by_all(UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}"))
     return FlatLayout.from_json(answers[0]["layout"])

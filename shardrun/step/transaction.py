@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CommunicatorError, ShardrunError, StepFailed
 
-PHASES = ("collect", "agree", "reduce", "normalise", "decide", "propose", "gather", "vote", "commit")
-_GRADIENTS_KEPT = frozenset(PHASES[:6])
+# collect agree reduce normalise decide propose | gather vote commit
+_GRADIENTS_KEPT = frozenset(("collect", "agree", "reduce", "normalise", "decide", "propose"))
 
 
 @contextmanager
-def transaction(comm: Communicator, step: int) -> Iterator[None]:
-    """Run the phases of one step; the body announces each by `comm.enter(phase)`.
+def transaction(comm: Communicator, step: int, drop_gradients: Callable[[], None]) -> Iterator[None]:
+    """Run the phases of one step; the body announces each by `comm.enter(phase)`, and "idle" when it has committed.
 
     What all ranks raise alike (a refusal) passes through: nothing has changed and the communicator is fine. A failed
     collective, or a local failure that the others cannot know of, closes the communicator and becomes StepFailed.
@@ -25,25 +26,41 @@ def transaction(comm: Communicator, step: int) -> Iterator[None]:
     try:
         yield
         comm.enter("idle")
-    except CommunicatorError as error:
-        if not comm.is_poisoned:
-            raise  # a mismatch of calls, found before anything was sent
-        raise _failed(comm, step, error) from error
-    except ShardrunError:
-        raise  # agreed by all ranks
     except BaseException as error:
-        if comm.world_size > 1:  # the others wait for this rank: closing the connections frees them
-            comm.poison(
-                f"rank {comm.rank} failed in phase {comm.phase} of step {step}: {type(error).__name__}: {error}"
-            )
+        if comm.phase == "idle":
+            raise  # the step is committed; this came after it
+        if isinstance(error, ShardrunError) and error.agreed:
+            raise
+        if comm.world_size > 1 or comm.phase == "commit":
+            # The others wait for this rank: closing the connections frees them.
+            told = f"{type(error).__name__}: {error}"
+            comm.poison(f"rank {comm.rank} failed in phase {comm.phase} of step {step}: {told}")
+        if comm.phase not in _GRADIENTS_KEPT:
+            drop_gradients()  # their memory holds what was gathered; nobody may take it for gradients
         if not isinstance(error, Exception):
             raise
         raise _failed(comm, step, error) from error
 
 
+def _failed(comm: Communicator, step: int, error: Exception) -> StepFailed:
+    unchanged = f"parameters and optimizer state are those of step {step - 1}"
+    state = {
+        "vote": f"another rank may already be at step {step}; here {unchanged}",
+        "commit": f"the other ranks are at step {step} and this one is half way: its state must not be used or saved",
+    }.get(comm.phase, unchanged)
+    cause = str(error) if isinstance(error, CommunicatorError) else f"{type(error).__name__}: {error}"
+    return StepFailed(
+        f"step {step} failed in phase {comm.phase}: {cause}. {state[0].upper()}{state[1:]}",
+        step=step,
+        phase=comm.phase,
+        gradients_kept=comm.phase in _GRADIENTS_KEPT,
+        in_doubt=comm.phase in ("vote", "commit"),
+    )
+
+
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM from the vote to the end of the commit; they are delivered then.
+    """Hold back every signal that Python code handles, from the vote to the end of the commit; delivered then.
 
     Handlers run in the main thread only, so elsewhere there is nothing to hold back.
     """
@@ -51,30 +68,26 @@ def signals_deferred() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+
+    handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
     handlers = {one: handler for one, handler in handlers.items() if callable(handler)}
     for one in handlers:
-        signal.signal(one, lambda number, frame: held.append(number))
+        signal.signal(one, hold)
     try:
         yield
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
-        for number in dict.fromkeys(held):
-            signal.raise_signal(number)
+        _deliver(list(dict.fromkeys(held)))
 
 
-def _failed(comm: Communicator, step: int, error: Exception) -> StepFailed:
-    in_doubt = comm.phase == "vote"
-    state = (
-        f"another rank may already be at step {step}; parameters and optimizer state here are those of step {step - 1}"
-        if in_doubt
-        else f"parameters and optimizer state are those of step {step - 1}"
-    )
-    return StepFailed(
-        f"step {step} failed in phase {comm.phase}: {error}. {state[0].upper()}{state[1:]}",
-        step=step,
-        phase=comm.phase,
-        gradients_kept=comm.phase in _GRADIENTS_KEPT,
-        in_doubt=in_doubt,
-    )
+def _deliver(numbers: list[int]) -> None:
+    """Raise each signal; a handler that raises does not keep the later ones from theirs."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _deliver(numbers[1:])

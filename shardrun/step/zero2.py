@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrun.errors import ContractError, NonFiniteError
-from shardrun.optim.elementwise import CHUNK_NUMEL, SliceOptimizer, SliceTensors
+from shardrun.errors import ContractError, NonFiniteError, StepFailed, by_all
+from shardrun.optim.elementwise import SliceOptimizer, SliceTensors
 from shardrun.optim.kinds import OptionGroup, elementwise
 from shardrun.records.record import RECORD_VERSION, Zero2Record
 from shardrun.shard.flat_buffer import FlatBuffers
-from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agree_window
+from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agree_window, is_real
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
 from shardrun.step.record_fit import Expected, joint_misfits, judge
-from shardrun.step.slices import agree_layout, make_slice, master_views
+from shardrun.step.slices import agree_layout, make_slice, master_views, on_first_paths
 from shardrun.step.transaction import signals_deferred, transaction
 
 __all__ = ["MissingGradientPolicy", "SelectedZero2", "StepResult"]
@@ -58,7 +58,7 @@ class SelectedZero2:
         masters: bool = True,
         name: str = "default",
         bucket_bytes: int = BUCKET_BYTES,
-        chunk_numel: int = CHUNK_NUMEL,
+        chunk_numel: int | None = None,
         **options: Any,
     ) -> None:
         self.session = session
@@ -67,6 +67,7 @@ class SelectedZero2:
         self.masters = masters
         self.step_count = 0
         self.kind = elementwise(optimizer)
+        option_groups = on_first_paths(session, option_groups)
         self.layout = agree_layout(session, name, self.kind, options, option_groups, masters, bucket_bytes)
         self.flat = FlatBuffers(self.layout, session.parameters, self.comm.rank, self.comm.world_size)
         alone = self.comm.world_size == 1
@@ -82,6 +83,8 @@ class SelectedZero2:
             chunk_numel,
         )
         self._layout_digest = self.layout.digest[:16]
+        self._torn = False
+        self._note_versions()
 
     # ---- what it is --------------------------------------------------------------------------------------------
 
@@ -143,8 +146,9 @@ class SelectedZero2:
         """Update by the exact weighted mean; every rank of the group calls it after its last backward.
 
         Gradients are derivatives of this rank's loss SUM over the window, `local_weight` the samples or tokens in it (0
-        allowed). They are added in FP32 and divided once by the sum of all weights. `max_grad_norm=math.inf` measures
-        the norm without clipping. Raises StepRefused kin on all ranks with nothing changed, or StepFailed.
+        allowed). They are added in FP32 and divided once by the sum of all weights. `lr`: this step's base rate, times
+        each group's `lr_scale`; None: what `optimizer.param_groups` say. `max_grad_norm=math.inf` measures the norm
+        without clipping. Raises StepRefused kin on all ranks with nothing changed, or StepFailed.
         """
         return self._step("mean", local_weight, lr, missing, max_grad_norm)
 
@@ -160,18 +164,21 @@ class SelectedZero2:
 
         `local_active` says whether this rank contributes; it scales nothing. With no active rank nothing changes.
         """
-        return self._step("sum", int(bool(local_active)), lr, missing, max_grad_norm)
+        active = int(local_active) if isinstance(local_active, bool) else local_active
+        return self._step("sum", active, lr, missing, max_grad_norm)
 
     def _step(
-        self, mode: str, weight: int | Tensor, lr: float | None, missing: str, max_grad_norm: float | None
+        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
     ) -> StepResult:
         comm, flat, optimizer = self.comm, self.flat, self.slice_optimizer
-        base_lr = optimizer.base_lr if lr is None else lr
-        request = Request(mode, weight, missing, base_lr, max_grad_norm)
+        self._require_whole()
+        rates = optimizer.rates(lr) if lr is None or is_real(lr) else [lr]
+        request = Request(mode, weight, missing, rates, optimizer.terms(), max_grad_norm)
         call = f"step {self.step_count + 1} of {self.name}"
-        with transaction(comm, self.step_count + 1):
+        with transaction(comm, self.step_count + 1, flat.clear):
             comm.enter("collect")
             pending = flat.collect()
+            pending = replace(pending, problems=(*pending.problems, *self._overwritten()))
 
             comm.enter("agree")
             window = agree_window(comm, call, self._layout_digest, request, flat.paths, pending)
@@ -188,8 +195,7 @@ class SelectedZero2:
                 grad_norm = self._decide(call, max_grad_norm, window)
 
                 comm.enter("propose")
-                optimizer.set_lr(base_lr)
-                self._propose(window)
+                optimizer.propose(window.present, rates)
 
                 comm.enter("gather")
                 self._gather()
@@ -198,8 +204,9 @@ class SelectedZero2:
                     comm.enter("vote")
                     comm.vote()
 
-                    comm.enter("commit")
-                    self._commit(window)
+                    comm.enter("commit", cannot_fail=True)
+                    self._commit(window, rates)
+                    comm.enter("idle", cannot_fail=True)
             flat.clear()
         absent = tuple(path for path, here in window.present.items() if not here)
         return StepResult(window.global_weight, grad_norm, self.session.remaining_gradients(), absent)
@@ -241,21 +248,18 @@ class SelectedZero2:
         found = self.comm.texts(f"non-finite gradient of {call}", own or "")
         where = [f"rank {rank} has a non-finite gradient for {path}" for rank, path in enumerate(found) if path]
         told = "; ".join(where) or "every local gradient is finite, their FP32 sum overflowed"
-        raise NonFiniteError(f"{call} refused before the update: {told}")
-
-    def _propose(self, window: Window) -> None:
-        """The optimizer's new slices into `proposed`; live ones are only read. A world of one skips it."""
-        if self.world_size > 1:
-            self.slice_optimizer.propose(window.present)
+        raise by_all(NonFiniteError(f"{call} refused before the update: {told}"))
 
     def _gather(self) -> None:
         """All ranks' new slices into staging, which is the memory of the pending gradients. A world of one skips it."""
         for s in self._slices if self.world_size > 1 else ():
             self.comm.gather_slices(s.bucket.staging, s.proposed)
+        self.comm.settle()
 
-    def _commit(self, window: Window) -> None:
+    def _commit(self, window: Window, rates: Sequence[float]) -> None:
         """Switch over, by local work alone: state and masters in place, then staging into the parameters' storage."""
-        self.slice_optimizer.commit(window.present)
+        self._torn = True
+        self.slice_optimizer.commit(window.present, rates)
         for s in self._slices:
             if self.world_size > 1:
                 s.bucket.param.copy_(s.bucket.staging)
@@ -263,6 +267,38 @@ class SelectedZero2:
                 s.bucket.own.copy_(s.leaf)
         self.step_count += 1
         self.flat.clear_staged()
+        self._torn = False
+
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise StepFailed(
+                f"a failure inside the commit of step {self.step_count + 1} left the state of {self.name} half way; "
+                "start again from the last checkpoint",
+                step=self.step_count + 1,
+                phase="commit",
+                gradients_kept=False,
+                in_doubt=True,
+            )
+
+    def _overwritten(self) -> list[str]:
+        """16-bit parameters that somebody wrote to since the last step: their masters hold what was there before."""
+        return [
+            f"{path}: was written to since the last step, and its FP32 master holds the value from before; "
+            "call refresh_masters() on every rank after changing parameters"
+            for path, parameter, version in self._versions
+            if parameter._version != version
+        ]
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' present values into the FP32 masters, after they were changed; local, every rank."""
+        for s in self._slices:
+            if s.has_master:
+                s.leaf.copy_(s.bucket.own)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        mastered = self.masters and [(p, q) for p, q in self.flat.parameters() if q.dtype != torch.float32]
+        self._versions = [(path, parameter, parameter._version) for path, parameter in mastered or ()]
 
     def discard_gradients(self) -> None:
         """Drop the window's pending gradients without a step; local, every rank decides alike."""
@@ -272,6 +308,7 @@ class SelectedZero2:
 
     def to_record(self) -> Zero2Record:
         """This rank's slices of optimizer state and masters, copied; local. Save it with the whole model."""
+        self._require_whole()
         tensors = self.slice_optimizer.state_tensors()
         tensors |= {name: view.clone() for name, view in master_views(self._slices).items()}
         return Zero2Record(self.record_meta(), tensors)
@@ -286,11 +323,12 @@ class SelectedZero2:
         told = f"record of {self.name} does not fit: "
         error = ContractError(told + "; ".join(found)) if found else None
         if joint := joint_misfits(self.comm.agree(f"load_record of {self.name}", shared, error)):
-            raise ContractError(told + "; ".join(joint))
+            raise by_all(ContractError(told + "; ".join(joint)))
         self.slice_optimizer.load_state_tensors(record.tensors)
         for name, view in masters.items():
             view.copy_(record.tensors[name])
         self.step_count = int(record.meta["step_count"])
+        self._note_versions()
 
     def record_meta(self) -> dict[str, Any]:
         """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""

@@ -31,7 +31,6 @@ _PLACES = [
     ("collect", 0),
     ("agree", 0),
     ("agree", 1),
-    ("agree", 2),
     ("reduce", 0),
     ("reduce", 1),
     ("reduce", 3),
@@ -45,7 +44,7 @@ _PLACES = [
     ("vote", 0),
     ("vote", 1),
 ]
-_AT_THREE = [("agree", 2), ("reduce", 2), ("decide", 1), ("gather", 2), ("gather", 3), ("vote", 1)]
+_AT_THREE = [("agree", 1), ("reduce", 2), ("decide", 1), ("gather", 2), ("gather", 3), ("vote", 1)]
 _KEEP_GRADIENTS = {"collect", "agree", "reduce", "normalise", "decide", "propose"}
 
 

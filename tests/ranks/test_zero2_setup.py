@@ -327,7 +327,7 @@ def _refused_locally() -> Mapping[str, Callable[[], object]]:
         ),
         "w is float64": lambda: sr.select_parameters(Scalars("w", dtype=torch.float64)),
         "w is trainable and has no elements": lambda: sr.select_parameters(Vectors({"w": (0, 4), "v": (2,)})),
-        "x and y are different Parameters on overlapping memory": lambda: sr.select_parameters(shared),
+        "x and y are different tensors on the same stretch of memory": lambda: sr.select_parameters(shared),
         "float16": lambda: make_zero2(comm, Scalars("w", dtype=torch.float16)),
         "lbfgs needs a closure": lambda: make_zero2(comm, _vectors(), torch.optim.LBFGS),
     }
