@@ -36,7 +36,7 @@ def _option_groups(built: Built) -> Table:
     rows = []
     for group, options in enumerate(zero2.slice_optimizer.options):
         paths = members.get(group, [])
-        lr = zero2.slice_optimizer.base_lr * zero2.slice_optimizer.lr_scales[group]
+        lr = zero2.optimizer.param_groups[group]["lr"]
         decay = options.get("weight_decay", 0.0)
         kernel = "fused" if options["fused"] else "plain"
         rows.append([group, len(paths), f"{sum(specs[p].numel for p in paths):,}", f"{lr:g}", f"{decay:g}", kernel])
