@@ -20,7 +20,7 @@ class Zero2Record:
     `tensors` are named "<path>/<key>", key being what torch.optim calls it (exp_avg, momentum_buffer, ...) or "master".
     Per element: 1-D, (stop - start,), valid elements only, never padding. Per parameter (step, mu_product, ...): 0-dim;
     every holder of a fragment may carry it, equal on all of them; on disk it is kept once, by the rank whose fragment
-    starts at 0. A parameter that has had no update has no tensors (but "master").
+    starts at 0. What an optimizer makes from a first gradient (momentum_buffer) is missing before that.
     """
 
     meta: dict[str, Any]

@@ -46,16 +46,6 @@ def make_slice(bucket: FlatBucket, masters: bool, proposes: bool) -> Slice:
     return Slice(bucket, reduced, grad, leaf, torch.zeros_like(own if proposes else own[:0]))
 
 
-def master_views(slices: Sequence[Slice]) -> dict[str, Tensor]:
-    """ "<path>/master" -> the live FP32 elements (stop - start,) of this rank's fragment."""
-    return {
-        f"{f.path}/master": s.leaf[f.offset : f.offset + f.stop - f.start]
-        for s in slices
-        if s.has_master
-        for f in s.bucket.fragments
-    }
-
-
 def on_first_paths(session: SelectedDataParallel, groups: Sequence[OptionGroup]) -> list[OptionGroup]:
     """The groups with every tied parameter under its first path, whichever of its names they use."""
     first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}

@@ -18,7 +18,8 @@ from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agre
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
 from shardrun.step.record_fit import Expected, joint_misfits, judge
-from shardrun.step.slices import agree_layout, make_slice, master_views, on_first_paths
+from shardrun.step.masters import Masters
+from shardrun.step.slices import agree_layout, make_slice, on_first_paths
 from shardrun.step.transaction import signals_deferred, transaction
 
 __all__ = ["MissingGradientPolicy", "SelectedZero2", "StepResult"]
@@ -83,8 +84,8 @@ class SelectedZero2:
             chunk_numel,
         )
         self._layout_digest = self.layout.digest[:16]
+        self._masters = Masters(self._slices, self.flat)
         self._torn = False
-        self._note_versions()
 
     # ---- what it is --------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class SelectedZero2:
 
     @property
     def trainable_parameters(self) -> list[str]:
-        """Paths of the distinct selected trainable parameters, in the root's definition order."""
+        """Paths of the distinct selected trainable parameters, in the order of the flat buffers."""
         return list(self.session.order)
 
     @property
@@ -121,8 +122,7 @@ class SelectedZero2:
     @property
     def state_nbytes(self) -> int:
         """Bytes of optimizer state on this rank: state slices and FP32 masters, padding included."""
-        masters = sum(s.leaf.nbytes for s in self._slices if s.has_master)
-        return masters + self.slice_optimizer.state_nbytes
+        return self._masters.nbytes + self.slice_optimizer.state_nbytes
 
     @property
     def gradient_nbytes(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class SelectedZero2:
         with transaction(comm, self.step_count + 1, flat.clear):
             comm.enter("collect")
             pending = flat.collect()
-            pending = replace(pending, problems=(*pending.problems, *self._overwritten()))
+            pending = replace(pending, problems=(*pending.problems, *self._masters.overwritten()))
 
             comm.enter("agree")
             window = agree_window(comm, call, self._layout_digest, request, flat.paths, pending)
@@ -280,25 +280,9 @@ class SelectedZero2:
                 in_doubt=True,
             )
 
-    def _overwritten(self) -> list[str]:
-        """16-bit parameters that somebody wrote to since the last step: their masters hold what was there before."""
-        return [
-            f"{path}: was written to since the last step, and its FP32 master holds the value from before; "
-            "call refresh_masters() on every rank after changing parameters"
-            for path, parameter, version in self._versions
-            if parameter._version != version
-        ]
-
     def refresh_masters(self) -> None:
         """Take the parameters' present values into the FP32 masters, after they were changed; local, every rank."""
-        for s in self._slices:
-            if s.has_master:
-                s.leaf.copy_(s.bucket.own)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        mastered = self.masters and [(p, q) for p, q in self.flat.parameters() if q.dtype != torch.float32]
-        self._versions = [(path, parameter, parameter._version) for path, parameter in mastered or ()]
+        self._masters.refresh()
 
     def discard_gradients(self) -> None:
         """Drop the window's pending gradients without a step; local, every rank decides alike."""
@@ -310,12 +294,12 @@ class SelectedZero2:
         """This rank's slices of optimizer state and masters, copied; local. Save it with the whole model."""
         self._require_whole()
         tensors = self.slice_optimizer.state_tensors()
-        tensors |= {name: view.clone() for name, view in master_views(self._slices).items()}
+        tensors |= {name: view.clone() for name, view in self._masters.views.items()}
         return Zero2Record(self.record_meta(), tensors)
 
     def load_record(self, record: Zero2Record) -> None:
         """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change."""
-        masters = master_views(self._slices)
+        masters = self._masters.views
         mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
         found, shared = judge(
             record, self.record_meta(), lambda held: {**self.slice_optimizer.expected_tensors(held), **mastered}
@@ -325,10 +309,8 @@ class SelectedZero2:
         if joint := joint_misfits(self.comm.agree(f"load_record of {self.name}", shared, error)):
             raise by_all(ContractError(told + "; ".join(joint)))
         self.slice_optimizer.load_state_tensors(record.tensors)
-        for name, view in masters.items():
-            view.copy_(record.tensors[name])
+        self._masters.load(record.tensors)
         self.step_count = int(record.meta["step_count"])
-        self._note_versions()
 
     def record_meta(self) -> dict[str, Any]:
         """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
