@@ -16,9 +16,9 @@ from shardrun.records.record import RECORD_VERSION, Zero2Record
 from shardrun.shard.flat_buffer import FlatBuffers
 from shardrun.step.agreement import MissingGradientPolicy, Request, Window, agree_window, is_real
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.masters import Masters
 from shardrun.step.norm import block_squares, clip_coefficient, norm_of
 from shardrun.step.record_fit import Expected, joint_misfits, judge
-from shardrun.step.masters import Masters
 from shardrun.step.slices import agree_layout, make_slice, on_first_paths
 from shardrun.step.transaction import signals_deferred, transaction
 
