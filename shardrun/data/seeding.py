@@ -79,6 +79,35 @@ def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
     All streams are checked before the first one is replaced. Raises `CheckpointError` naming each that is missing,
     unknown or malformed; nothing has changed then.
     """
+    setters, problems = _setters(states)
+    if problems:
+        raise CheckpointError("random streams do not fit; no stream was replaced: " + "; ".join(problems))
+    for setter in setters:
+        setter()
+
+
+def rng_misfits(states: Mapping[str, torch.Tensor]) -> list[str]:
+    """What `restore_rng` would refuse, a line for each stream; nothing is replaced."""
+    return _setters(states)[1]
+
+
+def rng_for_device(states: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """`states` for a process on another kind of device than the one that saved them, and a note on what differs.
+
+    A CUDA stream that is missing is this process's own; one for which there is no device is left out.
+    """
+    fitted, notes = dict(states), []
+    if CUDA not in fitted and _uses_cuda():
+        fitted[CUDA] = torch.cuda.get_rng_state().clone()
+        notes.append(f"{CUDA} is not in the checkpoint: the random stream of the CUDA device starts anew")
+    elif CUDA in fitted and not torch.cuda.is_available():
+        del fitted[CUDA]
+        notes.append(f"{CUDA} of the checkpoint is left out: there is no CUDA device here")
+    return fitted, notes
+
+
+def _setters(states: Mapping[str, torch.Tensor]) -> tuple[list[Callable[[], object]], list[str]]:
+    """A call for each stream that replaces it, all tried beforehand; and what is wrong, a line each."""
     saved = {name: state for name, state in states.items() if name.startswith(PREFIX)}
     needed = {PYTHON, NUMPY, TORCH} | ({CUDA} if _uses_cuda() else set())
     problems = [f"{name}: missing" for name in sorted(needed - saved.keys())]
@@ -88,10 +117,7 @@ def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
             setters.append(_setter(name, saved[name]))
         except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
             problems.append(f"{name}: {str(error).partition(chr(10))[0]}")
-    if problems:
-        raise CheckpointError("random streams do not fit; no stream was replaced: " + "; ".join(problems))
-    for setter in setters:
-        setter()
+    return setters, problems
 
 
 def _uses_cuda() -> bool:

@@ -16,7 +16,7 @@ from shardrun.config.schema import Config
 from shardrun.data.loader import MicroBatchLoader
 from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
-from shardrun.errors import ConfigError, LaunchError, SelectionError
+from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
@@ -24,6 +24,8 @@ from shardrun.shard.selection import Selection, select_parameters
 from shardrun.step.agreement import MissingGradientPolicy
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.zero2 import SelectedZero2
+
+_VAL_MICRO_BATCHES = 8  # of each rank in a window of the validation
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Built:
     selection: Selection
     zero2: SelectedZero2
     loader: MicroBatchLoader
+    val_loader: MicroBatchLoader | None
+    """Goes over the val split in order; None where no validation is asked for."""
     schedule: Schedule
     missing: MissingGradientPolicy
     autocast: bool
@@ -84,11 +88,12 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
     model = models.place_model(
         recipe.build_model(world), models.PARAMETER_DTYPES[config.precision.parameters], comm.device
     )
+    notes = _model_notes(model, models.PARAMETER_DTYPES[config.precision.parameters])
     if config.init_from is not None:
         models.init_from(model, config.init_from)
     selection = select_parameters(model, config.select.include, config.select.exclude, comm=comm)
     models.freeze_unselected(selection)
-    notes = _selection_notes(selection)
+    notes += _selection_notes(selection)
     differed = models.compare_unselected(comm, model, selection, config.topology.sync_unselected)
     if differed:
         notes.append(f"{differed} unselected tensors differed between ranks and were overwritten by rank 0's")
@@ -106,11 +111,22 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
         selection=selection,
         zero2=_optimizer(config, session),
         loader=loader,
+        val_loader=_val_loader(config, recipe, comm),
         schedule=_schedule(config, loader),
         missing=MissingGradientPolicy(config.train.missing_gradients),
         autocast=config.precision.autocast == "bf16",
         notes=notes,
     )
+
+
+def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    notes = []
+    kept = [module for module in model.modules() if models.keeps_format(module)] if dtype != torch.float32 else []
+    if kept:
+        notes.append(f"parameters of {len(kept)} norms with running statistics keep their format, as the buffers do")
+    if not model.training:
+        notes.append("build_model left the model in eval mode, and so it is trained: without dropout, for example")
+    return notes
 
 
 def _selection_notes(selection: Selection) -> list[str]:
@@ -129,7 +145,7 @@ def _optimizer(config: Config, session: SelectedDataParallel) -> SelectedZero2:
     options: dict[str, Any] = asked.model_dump(exclude={"name", "strategy", "options"})
     groups = models.option_groups(
         [(g.match, g.model_dump(exclude={"match", "lr_scale"}, exclude_none=True), g.lr_scale) for g in asked.options],
-        session.order,
+        session.contract,
     )
     return SelectedZero2(session, asked.name, option_groups=groups, masters=config.precision.master_weights, **options)
 
@@ -148,6 +164,25 @@ def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoa
         workers=config.data.workers,
         prefetch=config.data.prefetch,
     )
+
+
+def _val_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader | None:
+    """Made before the first step, so that a val split that is not there is told at once and not hours later."""
+    if config.eval.every is None and not config.eval.at_end:
+        return None
+    try:
+        return MicroBatchLoader(
+            recipe.build_data("val"),
+            recipe.collate,
+            seed=config.run.seed,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.micro_batch_size * comm.world_size * _VAL_MICRO_BATCHES,
+            shuffle=False,
+        )
+    except UsageError as error:
+        raise UsageError(f"val split (eval.every, eval.at_end): {error}") from error
 
 
 def _schedule(config: Config, loader: MicroBatchLoader) -> Schedule:

@@ -10,53 +10,88 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError, ConfigError, ContractError
 from shardrun.optim.kinds import OptionGroup
 from shardrun.records.tensors import host_bytes
-from shardrun.shard.selection import Selection, named_parameters, pattern
+from shardrun.shard.contract import Contract
+from shardrun.shard.selection import Selection, clean_path, named_parameters, pattern
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model in its number format on the device of this rank; a recipe's meta tensors are refused by name."""
+    """The model on the device of this rank, its floating parameters in `dtype`; meta tensors are refused by name.
+
+    Buffers keep their formats, and so do the parameters of norms with running statistics, see `keeps_format`.
+    """
     meta = [path for path, tensor in named_tensors(model).items() if tensor.device.type == "meta"]
     if meta:
         raise ConfigError(
             f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values"
         )
+    model.to(device)
     # Only what differs is converted, so that a model that mixes formats on purpose keeps them at fp32.
-    return model.to(device) if dtype == torch.float32 else model.to(device=device, dtype=dtype)
+    if dtype != torch.float32:
+        kept = {id(p) for module in model.modules() if keeps_format(module) for p in module.parameters(recurse=False)}
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and id(parameter) not in kept:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def keeps_format(module: nn.Module) -> bool:
+    """Whether it is a norm with running statistics: torch takes 16-bit input there, but no 16-bit weights beside them.
+
+    In bf16 the statistics themselves would stand still, because a small change of a mean is rounded away.
+    """
+    return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by clean path, aliases included: what a model file holds."""
-    persistent = {path.replace("_orig_mod.", "") for path in model.state_dict()}
-    buffers = {path.replace("_orig_mod.", ""): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
-    kept = {path: buffer for path, buffer in buffers.items() if path in persistent}
-    return {**{path: parameter.data for path, parameter in named_parameters(model)}, **kept}
+    return {path: tensor.data for path, tensor in _stored(model).items()}
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers by clean path, those that a state_dict leaves out included."""
-    return {path.replace("_orig_mod.", ""): buffer for path, buffer in model.named_buffers()}
+    """All buffers by clean path, those that a state_dict leaves out included; tied ones once, as in `tied_names`."""
+    buffers = _all_buffers(model)
+    aliases = _aliases(buffers)
+    return {path: buffer for path, buffer in sorted(buffers.items()) if path not in aliases}
+
+
+def distinct_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by clean path, sorted; tied ones once, as in `tied_names`."""
+    parameters = dict(named_parameters(model))
+    aliases = _aliases(parameters)
+    return {path: parameter for path, parameter in sorted(parameters.items()) if path not in aliases}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tensors that have several -> the first in sorted order, which is the one that is stored."""
-    first: dict[tuple[int, torch.Size, tuple[int, ...], int], str] = {}
-    aliases = {}
-    for path, tensor in sorted(named_tensors(model).items()):
-        if tensor.numel() == 0:
-            continue
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size())
-        kept = first.setdefault(key, path)
-        if kept != path:
-            aliases[path] = kept
-    return aliases
+    """Further names of tensors that have several -> the first in sorted order, which is the one that is stored.
+
+    Tied is what is the same Parameter, or the same buffer, under several names, as in a `Contract`.
+    """
+    return _aliases(_stored(model))
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    persistent = {clean_path(path) for path in model.state_dict()}
+    kept = {path: buffer for path, buffer in _all_buffers(model).items() if path in persistent}
+    return {**dict(named_parameters(model)), **kept}
+
+
+def _all_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {clean_path(path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _aliases(held: Mapping[str, Tensor]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    kept = {path: first.setdefault(id(tensor), path) for path, tensor in sorted(held.items())}
+    return {path: name for path, name in kept.items() if name != path}
 
 
 def init_from(model: nn.Module, path: Path) -> None:
@@ -97,16 +132,20 @@ def freeze_unselected(selection: Selection) -> None:
 
 
 def option_groups(
-    options: Iterable[tuple[Sequence[str], dict[str, float], float]], paths: Sequence[str]
+    options: Iterable[tuple[Sequence[str], dict[str, float], float]], contract: Contract
 ) -> list[OptionGroup]:
-    """Option groups over trainable `paths`: the first match has a path; one that matches nothing is refused."""
+    """Option groups over the trainable parameters of `contract`, by the first path of each; any alias may be named.
+
+    The first match has a parameter; a group that matches nothing is refused.
+    """
+    first = {spec.path: contract.specs[spec.alias].path for spec in contract.specs if spec.trainable}
     groups = []
     for number, (patterns, given, lr_scale) in enumerate(options):
-        matched = frozenset(path for path in paths if any(pattern(text).match(path) for text in patterns))
+        matched = frozenset(first[path] for path in first if any(pattern(text).match(path) for text in patterns))
         if not matched:
             raise ConfigError(
                 f"optimizer.options.{number}.match: {list(patterns)} matches none of "
-                f"{len(paths)} selected trainable parameters"
+                f"{len(first)} selected trainable parameters"
             )
         groups.append(OptionGroup(matched, given, lr_scale))
     return groups
@@ -114,16 +153,17 @@ def option_groups(
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
     """Compute the activations of matching modules again in backward; returns how many. Names stay as they are."""
-    modules = {path: module for path, module in model.named_modules() if path}
-    chosen: set[str] = set()
+    modules = [(clean_path(path), module) for path, module in model.named_modules(remove_duplicate=False) if path]
+    chosen: dict[int, nn.Module] = {}
     for text in patterns:
-        matched = {path for path in modules if pattern(text).match(path)}
+        matched = {id(module): module for path, module in modules if pattern(text).match(path)}
         if not matched:
-            raise ConfigError(f"train.activation_checkpointing: {text!r} matches none of {len(modules)} modules")
+            count = len({path for path, _ in modules})
+            raise ConfigError(f"train.activation_checkpointing: {text!r} matches none of {count} modules")
         chosen |= matched
-    outermost = {p for p in chosen if not any(p.startswith(f"{other}.") for other in chosen)}
-    for path in outermost:
-        module = modules[path]
+    inner = {id(module) for outer in chosen.values() for module in outer.modules() if module is not outer}
+    outermost = [module for key, module in chosen.items() if key not in inner]
+    for module in outermost:
         # The instance attribute shadows the method: nothing is wrapped, so no parameter gets another path.
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     return len(outermost)

@@ -20,11 +20,11 @@ from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
-from shardrun.data.seeding import restore_rng, rng_states
+from shardrun.data.seeding import restore_rng, rng_for_device, rng_misfits, rng_states
 from shardrun.errors import CheckpointError
 from shardrun.records.tensors import host_bytes
 from shardrun.run.build import Built
-from shardrun.run.model import named_buffers, named_tensors, tied_names
+from shardrun.run.model import distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.progress import Progress
 
 _BUFFER = "buffer/"
@@ -95,12 +95,9 @@ def numerics(built: Built) -> dict[str, Any]:
 def parameter_digest(built: Built) -> str:
     """sha256 (hex) over all parameters by name, tied ones once; ranks compare it before a save."""
     digest = hashlib.sha256()
-    aliases = tied_names(built.model)
-    buffers = named_buffers(built.model)
-    for name, tensor in sorted(named_tensors(built.model).items()):
-        if name not in aliases and name not in buffers:
-            digest.update(name.encode())
-            digest.update(host_bytes(tensor))
+    for name, parameter in distinct_parameters(built.model).items():
+        digest.update(name.encode())
+        digest.update(host_bytes(parameter.data))
     return digest.hexdigest()
 
 
@@ -127,18 +124,19 @@ def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
 def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
     """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective."""
     options = job["options"]
+    accepts = bool(options.get("accept_changes"))
     source = _source(job)
     expected = _expected(built)
-    if options.get("accept_changes"):
+    if accepts:
         del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
     loaded = load(source, built.comm, expected, allow_fallback=bool(options.get("allow_fallback")))
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
-    if options.get("accept_changes"):
+    if accepts:
         for record in loaded.records.values():
             record.meta["numerics"] = built.zero2.record_meta()["numerics"]
-    progress = restore(built, loaded)
+    progress = restore(built, loaded, other_device=accepts)
     built.notes.extend(loaded.notes)
     saved = loaded.manifest.get("recipe", {}).get("sha256")
     if saved != built.recipe.sha256:
@@ -168,16 +166,21 @@ def _expected(built: Built) -> dict[str, Any]:
     }
 
 
-def restore(built: Built, loaded: Loaded) -> Progress:
-    """Replace all live state by what was loaded. Refusals of all ranks come first; then nothing can fail."""
+def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Progress:
+    """Replace all live state by what was loaded. Refusals of all ranks come first; then nothing can fail.
+
+    `other_device`: what was saved on a CPU may go on on a GPU, and the other way round.
+    """
     progress, misfits = None, []
     try:
         progress = Progress.from_json(loaded.manifest["counters"])
     except (CheckpointError, KeyError) as error:
         misfits.append(str(error))
     buffers = named_buffers(built.model)
+    streams, notes = rng_for_device(loaded.rank_state) if other_device else (loaded.rank_state, [])
     misfits += _data_misfits(built, loaded.manifest.get("data", {}))
     misfits += _buffer_misfits(buffers, loaded.rank_state)
+    misfits += [f"random stream {line}" for line in rng_misfits(streams)]
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
@@ -187,7 +190,8 @@ def restore(built: Built, loaded: Loaded) -> Progress:
         targets[name].copy_(tensor)
     for name, buffer in buffers.items():
         buffer.copy_(loaded.rank_state[_BUFFER + name])
-    restore_rng(loaded.rank_state)
+    restore_rng(streams)
+    built.notes.extend(notes)
     return progress
 
 

@@ -45,7 +45,7 @@ class Net(nn.Module):
             with torch.no_grad():
                 self.running_mean.lerp_(hidden.mean(0).to(self.running_mean.dtype), 0.1)
                 self.batches += 1
-        logits: Tensor = self.second(self.drop(torch.tanh(hidden - self.running_mean)))
+        logits: Tensor = self.second(self.drop(torch.tanh(hidden - self.running_mean.to(hidden.dtype))))
         if self.training:
             with torch.no_grad():
                 self.recent.copy_(logits.mean(0))

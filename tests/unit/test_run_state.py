@@ -1,0 +1,140 @@
+"""Saving and restoring live state on one rank: what is refused leaves everything as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardrun.checkpoint.load import Loaded, load
+from shardrun.comm.communicator import Communicator
+from shardrun.config.load import from_mapping
+from shardrun.data import seeding
+from shardrun.data.seeding import rng_states, seed_all
+from shardrun.errors import CheckpointError
+from shardrun.run.build import Built, build
+from shardrun.run.model import distinct_parameters, named_buffers
+from shardrun.run.progress import Progress
+from shardrun.run.state import Lineage, parameter_digest, restore, save_checkpoint
+from tests.support.training import RECIPES, document
+
+
+def _built(folder: Path, **sections: Any) -> Built:
+    config = document(folder, 1, {"optimizer": {"name": "adamw", "lr": 0.1}, **sections}, str(RECIPES / "run_net.py"))
+    built = build(from_mapping(config), Communicator.single())
+    batch = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])
+    built.recipe.loss(built.model, batch, built.world)[0].backward()  # type: ignore[no-untyped-call]
+    built.zero2.step(local_weight=2)
+    return built
+
+
+def _saved(built: Built, folder: Path) -> Loaded:
+    saved = save_checkpoint(built, folder, Progress(step=1), Lineage("run", "attempt", None, None))
+    loaded = load(saved.path, built.comm, {})
+    assert loaded is not None
+    return loaded
+
+
+def _everything(built: Built) -> dict[str, Tensor]:
+    live = {**distinct_parameters(built.model), **named_buffers(built.model), **built.zero2.to_record().tensors}
+    return {name: tensor.detach().clone() for name, tensor in {**live, **rng_states()}.items()}
+
+
+def _moved_on(built: Built) -> dict[str, Tensor]:
+    """Change all that a restore replaces; returns what it is now."""
+    with torch.no_grad():
+        for tensor in [*built.model.parameters(), *built.model.buffers()]:
+            tensor.add_(1)
+    seed_all(99)
+    return _everything(built)
+
+
+def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_digest_is_of_parameters_alone_each_once(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    before = parameter_digest(built)
+    with torch.no_grad():
+        for buffer in built.model.buffers():  # of a module under two names, the first of which is not the sorted one
+            buffer.add_(1)
+        assert parameter_digest(built) == before
+        built.model.get_parameter("norm_b.bias").add_(1)
+    assert parameter_digest(built) != before
+
+
+def test_a_restore_brings_everything_back(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    before = _everything(built)
+    loaded = _saved(built, tmp_path)
+    assert not _same(_moved_on(built), before)
+    assert restore(built, loaded) == Progress(step=1)
+    assert _same(_everything(built), before)
+
+
+def _broken(loaded: Loaded, name: str, state: Tensor | None) -> None:
+    loaded.rank_state.pop(name, None)
+    if state is not None:
+        loaded.rank_state[name] = state
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "told"),
+    [
+        ("rng/numpy", None, "random stream rng/numpy: missing"),
+        ("rng/torch", torch.zeros(3, dtype=torch.uint8), "random stream rng/torch: "),
+        ("rng/other", torch.zeros(3, dtype=torch.uint8), "random stream rng/other: unknown"),
+        pytest.param(
+            "rng/cuda",
+            torch.zeros(16, dtype=torch.uint8),
+            "random stream rng/cuda: saved from a CUDA device, and there is none here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA"),
+        ),
+    ],
+)
+def test_streams_that_do_not_fit_are_refused_before_anything_is_replaced(
+    tmp_path: Path, name: str, state: Tensor | None, told: str
+) -> None:
+    built = _built(tmp_path)
+    loaded = _saved(built, tmp_path)
+    _broken(loaded, name, state)
+    before = _moved_on(built)
+    with pytest.raises(CheckpointError, match=f"checkpoint step-0000000001 does not fit: {told}"):
+        restore(built, loaded)
+    assert _same(_everything(built), before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_stream_of_a_device_that_is_not_here_is_left_out_if_that_is_accepted(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    before = _everything(built)
+    loaded = _saved(built, tmp_path)
+    loaded.rank_state["rng/cuda"] = torch.zeros(16, dtype=torch.uint8)
+    _moved_on(built)
+    restore(built, loaded, other_device=True)
+    assert _same(_everything(built), before)
+    assert built.notes[-1] == "rng/cuda of the checkpoint is left out: there is no CUDA device here"
+
+
+def test_a_stream_that_the_checkpoint_lacks_is_the_devices_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    loaded = _saved(built, tmp_path)
+    cuda = torch.Generator()  # stands for the device's
+    monkeypatch.setattr(seeding, "_uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", cuda.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", cuda.set_state)
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": cuda.clone_state())
+    before = cuda.get_state()
+    with pytest.raises(CheckpointError, match="random stream rng/cuda: missing"):
+        restore(built, loaded)
+    restore(built, loaded, other_device=True)
+    assert torch.equal(cuda.get_state(), before)
+    assert built.notes[-1].startswith("rng/cuda is not in the checkpoint")
+    loaded.rank_state["rng/torch"] = torch.zeros(3, dtype=torch.uint8)  # what else is wrong is still refused
+    with pytest.raises(CheckpointError, match="random stream rng/torch"):
+        restore(built, loaded, other_device=True)
