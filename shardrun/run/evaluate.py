@@ -1,19 +1,18 @@
-"""Validation: the exact weighted mean over all ranks, leaving every random stream of the training as it was."""
+"""Validation: the exact weighted mean over all ranks, leaving streams and modes of the training as they were."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
-from shardrun.data.loader import MicroBatchLoader
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_states, seed_all
 from shardrun.run.build import Built
-from shardrun.run.forward import loss_of, sum_over_ranks
-
-_MICRO_BATCHES = 8
+from shardrun.run.forward import Tally, loss_of, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -23,46 +22,41 @@ class Evaluation:
     loss: float
     tokens: int
     bits_per_byte: float | None
+    stopping: bool
+    """Whether any rank was asked to stop in the meantime."""
 
 
-class Evaluator:
-    """Goes once over the val split. Made when it is first needed; every rank makes and calls it."""
-
-    def __init__(self, built: Built) -> None:
-        config = built.config
-        dataset = built.recipe.build_data("val")
-        limit = config.eval.max_samples
-        self.built = built
-        self._loader = MicroBatchLoader(
-            dataset,
-            built.recipe.collate,
-            seed=config.run.seed,
-            rank=built.comm.rank,
-            world_size=built.comm.world_size,
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.micro_batch_size * built.comm.world_size * _MICRO_BATCHES,
-            shuffle=False,
-        )
-        self._stop = self._loader.samples if limit is None else min(limit, self._loader.samples)
-
-    @torch.no_grad()
-    def run(self) -> Evaluation:
-        """The mean loss over the split; collective."""
-        built, streams = self.built, rng_states()
-        training = built.model.training
-        built.model.eval()
-        loss, weight = 0.0, 0
-        for window, share in self._loader.windows(0, self._stop):
+@torch.no_grad()
+def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False) -> Evaluation:
+    """Go once over the val split, which `built` must have; collective."""
+    loader, limit = built.val_loader, built.config.eval.max_samples
+    assert loader is not None
+    tally = Tally()
+    with training_aside(built.model):
+        for window, share in loader.windows(0, loader.samples if limit is None else min(limit, loader.samples)):
             for number, batch in share:
                 seed_all(derive_seed(Purpose.EVALUATION, built.config.run.seed, window.start, number))
-                loss_sum, count = loss_of(built, batch)
-                loss, weight = loss + float(loss_sum), weight + int(count)
-        built.model.train(training)
-        restore_rng(streams)
-        total, tokens = sum_over_ranks(built.comm, "validation", loss, weight)
-        mean = total / tokens if tokens else math.nan
-        return Evaluation(mean, tokens, self._bits_per_byte(mean))
+                tally.add(*loss_of(built, batch))
+    counts = [int(tally.weight), int(stop_asked())]
+    total, (tokens, stopping) = sum_over_ranks(built.comm, "validation", float(tally.loss), counts)
+    mean = total / tokens if tokens else math.nan
+    per_token = built.recipe.bytes_per_token
+    bits = None if per_token is None else mean / (math.log(2) * per_token)
+    return Evaluation(mean, tokens, bits, stopping > 0)
 
-    def _bits_per_byte(self, mean: float) -> float | None:
-        per_token: Any = self.built.recipe.bytes_per_token
-        return None if per_token is None else mean / (math.log(2) * per_token)
+
+@contextmanager
+def training_aside(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each module is in its own mode again, and each random stream where it was."""
+    modes = {module: module.training for module in model.modules()}
+    streams = rng_states()
+    model.eval()
+    try:
+        yield
+    finally:
+        restore_rng(streams)
+        for module, training in modes.items():
+            if module.training != training:
+                module.train(training)  # not the flag alone: a module may do more, such as taking weights apart again
+        for module, training in modes.items():
+            module.training = training  # what one call did to modules further down

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,13 +39,31 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def sum_over_ranks(comm: Communicator, tag: str, loss: float, count: int) -> tuple[float, int]:
-    """The float64 `loss` added in rank order, and the integer `count` added exactly; collective."""
-    counts = comm.compare(f"log of {tag}", "", sums=[count]).sums[0]
+@dataclass
+class Tally:
+    """What this rank's micro-batches come to: the sum of their losses, in float64, and of their weights."""
+
+    loss: float | Tensor = 0.0
+    weight: int | Tensor = 0
+
+    def add(self, loss_sum: Tensor, weight: int | Tensor) -> None:
+        """Count a micro-batch. Of one without weight the loss does not count, as in the step, even if it is NaN."""
+        loss = loss_sum.detach().double()
+        if isinstance(weight, Tensor):  # on a device, and not read before the window is over
+            weight = weight.long()
+            self.loss = self.loss + torch.where(weight > 0, loss, 0.0)
+        elif weight > 0:
+            self.loss = self.loss + loss
+        self.weight = self.weight + weight
+
+
+def sum_over_ranks(comm: Communicator, tag: str, loss: float, counts: Sequence[int]) -> tuple[float, list[int]]:
+    """The float64 `loss` added in rank order, and each of the integer `counts` added exactly; collective."""
+    sums = comm.compare(f"log of {tag}", "", sums=counts).sums
     own = torch.tensor([loss], dtype=torch.float64, device=comm.device)
     every = own.new_empty(comm.world_size)
     comm.gather_slices(every, own)
     total = 0.0
     for part in every.tolist():
         total += part
-    return total, counts
+    return total, sums

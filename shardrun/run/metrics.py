@@ -1,9 +1,14 @@
-"""metrics.jsonl: one row per window and per validation, in order, without gaps or repeats over stops and resumes."""
+"""metrics.jsonl: one row per window and per validation, in order, without gaps or repeats over stops and resumes.
+
+Strict JSON: a number that is not finite is null.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,10 @@ class MetricsFile:
                 return f"{self.path}: {error.strerror}; training goes on without metrics"
         return None
 
+    def close(self) -> None:
+        """Close the file; no row can follow."""
+        self._file.close()
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows; a last line that was cut by a kill is left out."""
@@ -46,5 +55,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers of numpy and torch as plain ones, NaN and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if not isinstance(value, float) and hasattr(value, "item"):
+        return plain(value.item())
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, separators=(",", ":")) + "\n"
+    return json.dumps(plain(row), separators=(",", ":"), allow_nan=False) + "\n"

@@ -18,9 +18,9 @@ from shardrun.data.order import Window
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, StoppedAfterSave
 from shardrun.run.build import Built
-from shardrun.run.evaluate import Evaluation, Evaluator
-from shardrun.run.forward import loss_of, sum_over_ranks
-from shardrun.run.metrics import MetricsFile
+from shardrun.run.evaluate import evaluate
+from shardrun.run.forward import Tally, loss_of, sum_over_ranks
+from shardrun.run.metrics import MetricsFile, plain
 from shardrun.run.progress import Progress
 from shardrun.run.state import Lineage, save_checkpoint
 from shardrun.run.tether import Tether
@@ -39,16 +39,8 @@ class Plan:
 
 
 @dataclass
-class _Local:
-    """What this rank's share of a window came to."""
-
-    loss: torch.Tensor | float = 0.0
-    weight: int | torch.Tensor = 0
-
-
-@dataclass
 class Trainer:
-    """Trains from `progress` to the end of the run. Every rank makes one and calls `run`."""
+    """Trains from `progress` to the end of the run. Every rank makes one and calls `run`, unless it is finished."""
 
     built: Built
     tether: Tether
@@ -61,44 +53,32 @@ class Trainer:
     """The window under way or just done, for the status."""
     witness: Witness | None = None
     """Looks on in a verification."""
-    _evaluator: Evaluator | None = None
     _saved_step: int = -1
+    _stopping: bool = False
+    """Whether any rank was asked to stop: all know it from the same moment on."""
     _warned: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Train to the end, or until somebody asks to stop: then save and raise StoppedAfterSave."""
+        """Train to the end, or until somebody asks to stop: then save and raise StoppedAfterSave.
+
+        Modules train in the modes in which the recipe left them.
+        """
         built, progress = self.built, self.progress
         self._saved_step = progress.step
-        built.model.train()
         for window, share in built.loader.windows(progress.position, built.stop_position):
+            began, self.current_step = time.monotonic(), progress.step + 1
+            tally = self._accumulate(window, share)
+            row = self._update(window, tally)
+            self._log(row, time.monotonic() - began)
+            self._after_window()
             if self.finished:
                 break
-            began, self.current_step = time.monotonic(), progress.step + 1
-            local = self._accumulate(window, share)
-            row = self._update(window, local)
-            self._log(row, time.monotonic() - began)
-            if self._due(built.config.eval.every):
-                self._evaluate()
-            stopping = self._wants_to_stop()
-            if stopping or progress.step == 1 or self._due(built.config.checkpoint.every):
-                self._save()
-            leaving = stopping and not self.finished
-            if self.witness is not None:
-                self.witness.after_window(progress, leaving=leaving)
-            if leaving:
-                self.tether.send("stopped", step=progress.step, path=str(self.lineage.parent))
-                raise StoppedAfterSave(f"stopped after step {progress.step}")
-        if built.config.eval.at_end and not self._due(built.config.eval.every):
-            self._evaluate()
-        self._save()
-        if self.witness is not None:
-            self.witness.after_window(progress, leaving=True)
 
     # ---- one window --------------------------------------------------------------------------------------------
 
-    def _accumulate(self, window: Window, share: Iterable[tuple[int, Any]]) -> _Local:
+    def _accumulate(self, window: Window, share: Iterable[tuple[int, Any]]) -> Tally:
         """Forward and backward of this rank's micro-batches; gradients of the loss SUM add up in FP32."""
-        local, built = _Local(), self.built
+        tally, built = Tally(), self.built
         for number, batch in share:
             if self.witness is not None:
                 self.witness.saw(self.progress, window, number, batch)
@@ -108,13 +88,12 @@ class Trainer:
             loss_sum, weight = loss_of(built, batch)
             built.comm.enter("backward")
             loss_sum.backward()  # type: ignore[no-untyped-call]
-            local.loss = local.loss + loss_sum.detach().double()
-            local.weight = local.weight + weight
+            tally.add(loss_sum, weight)
         if window.dropped:
             self._note(f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)")
-        return local
+        return tally
 
-    def _update(self, window: Window, local: _Local) -> dict[str, Any]:
+    def _update(self, window: Window, tally: Tally) -> dict[str, Any]:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""
         built, progress = self.built, self.progress
         max_grad_norm = built.config.train.max_grad_norm
@@ -122,7 +101,7 @@ class Trainer:
         grad_norm, skipped = None, None
         try:
             result = built.zero2.step(
-                local_weight=local.weight,
+                local_weight=tally.weight,
                 lr=lr,
                 missing=built.missing,
                 max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm,
@@ -142,8 +121,10 @@ class Trainer:
             progress.skipped_nonfinite += 1
             built.zero2.discard_gradients()
             self._note(str(error), once=False)
-        loss, tokens = sum_over_ranks(built.comm, f"step {progress.step + 1}", float(local.loss), int(local.weight))
         progress.step += 1
+        counts = [int(tally.weight), int(self._asked_to_stop())]
+        loss, (tokens, asked) = sum_over_ranks(built.comm, f"step {progress.step}", float(tally.loss), counts)
+        self._stopping = asked > 0
         progress.position = window.next_position
         progress.epoch = window.epoch
         progress.samples += window.samples
@@ -176,16 +157,29 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
-    def _wants_to_stop(self) -> bool:
-        """Whether any rank was asked to stop; ranks hear of it at different moments and decide here together."""
-        asked = self.tether.stop_requested or self.progress.step == self.plan.stop_at
-        return self.built.comm.compare("stop", str(self.progress.step), sums=[int(asked)]).sums[0] > 0
+    def _asked_to_stop(self) -> bool:
+        """Whether this rank was; ranks hear of it at different moments, so it takes effect in a sum over all."""
+        return self.tether.stop_requested or self.progress.step == self.plan.stop_at
+
+    def _after_window(self) -> None:
+        """Validate and save where it is due; raises StoppedAfterSave where somebody asked to stop."""
+        config, progress, last = self.built.config, self.progress, self.finished
+        # Before the save: once there is a checkpoint of the last window the run counts as finished.
+        if self._due(config.eval.every) or (last and config.eval.at_end):
+            self._evaluate()
+        if self._stopping or last or progress.step == 1 or self._due(config.checkpoint.every):
+            self._save()
+        leaving = self._stopping and not last
+        if self.witness is not None:
+            self.witness.after_window(progress, leaving=leaving or last)
+        if leaving:
+            self.tether.send("stopped", step=progress.step, path=str(self.lineage.parent))
+            raise StoppedAfterSave(f"stopped after step {progress.step}")
 
     def _evaluate(self) -> None:
         self.built.comm.enter("validation")
-        if self._evaluator is None:
-            self._evaluator = Evaluator(self.built)
-        found: Evaluation = self._evaluator.run()
+        found = evaluate(self.built, self._asked_to_stop)
+        self._stopping |= found.stopping
         row: dict[str, Any] = {"step": self.progress.step, "val_loss": found.loss, "val_tokens": found.tokens}
         if found.bits_per_byte is not None:
             row["bits_per_byte"] = found.bits_per_byte
@@ -193,9 +187,8 @@ class Trainer:
             row |= self.built.recipe.metrics(found.loss, found.tokens)
         self._write(row)
         if self.metrics is not None:
-            self.tether.send(
-                "eval", step=self.progress.step, loss=found.loss, tokens=found.tokens, bits_per_byte=found.bits_per_byte
-            )
+            figures = {"loss": found.loss, "tokens": found.tokens, "bits_per_byte": found.bits_per_byte}
+            self.tether.send("eval", step=self.progress.step, **plain(figures))
 
     def _save(self) -> None:
         if not self.plan.saves or self._saved_step == self.progress.step:
@@ -219,7 +212,7 @@ class Trainer:
         if self._due(self.built.config.log.every) or row["step"] == 1 or self.finished:
             self.tether.send(
                 "step",
-                **row,
+                **plain(row),
                 total_steps=self.total_steps,
                 tokens_per_s=tokens_per_s,
                 memory_mb=_peak_memory_mb(self.built.comm.device),

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrun.config.load import from_mapping
 from shardrun.run.build import Built, build, open_communicator
-from shardrun.run.curve import write_curve
+from shardrun.run.curve import PICTURE, write_curve
 from shardrun.run.metrics import MetricsFile
 from shardrun.run.report_tables import start_tables
 from shardrun.run.state import resume, saved_order
@@ -24,8 +24,8 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
     config = from_mapping(job["config"])
     _forward_warnings(tether)
     comm = open_communicator(config)
+    trainer: Trainer | None = None
     try:
-        trainer: Trainer | None = None
         comm.observer = lambda phase, collective: tether.status.set(
             0 if trainer is None else trainer.current_step, phase, collective
         )
@@ -37,11 +37,13 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
             trainer.run()
         comm.agree("end of the run")
         if comm.rank == 0:
-            if not already:
+            if not already or not (trainer.plan.run_dir / PICTURE).exists():  # killed between the last save and here
                 _draw_curve(trainer.plan.run_dir, tether)
             tether.send("finished", step=trainer.progress.step, already=already)
     finally:
         comm.close()  # frees peers that wait for this rank
+        if trainer is not None and trainer.metrics is not None:
+            trainer.metrics.close()
     return 0
 
 

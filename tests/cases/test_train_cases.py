@@ -300,3 +300,86 @@ def test_what_a_recipe_writes_on_save_does_not_spoil_the_checkpoint(tmp_path: Pa
     done = trained(config)
     assert (first.run_dir / "exports" / "step-0000000001" / "w.txt").read_text() == "-1.0"
     assert _weights(done, 2) == -3.0
+
+
+NET = str(RECIPES / "run_net.py")
+NET_SECTIONS = {
+    "optimizer": {"name": "sgd", "lr": 0.01},
+    "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
+}
+
+
+def test_a_shared_module_with_statistics_of_each_rank_is_saved_and_resumed(tmp_path: Path) -> None:
+    sections = {**NET_SECTIONS, "eval": {"every": 1}}
+    straight = trained(document(tmp_path / "straight", 2, sections, NET))
+    trained(document(tmp_path / "broken", 2, sections, NET), stop_at=2)
+    broken = trained(document(tmp_path / "broken", 2, sections, NET))
+    assert broken.steps == straight.steps
+    assert _same(broken.model(4), straight.model(4))
+    states = [_rank_state(done, 4, rank) for done in (straight, broken) for rank in range(2)]
+    assert _same(states[0], states[2])
+    assert _same(states[1], states[3])
+    assert not torch.equal(states[0]["buffer/norm_a.running_mean"], states[1]["buffer/norm_a.running_mean"])
+
+
+def _rank_state(done: Trained, step: int, rank: int) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = load_file(sorted((done.checkpoint(step) / "state").iterdir())[rank])
+    return tensors
+
+
+def test_a_frozen_body_keeps_its_statistics_over_training_and_validation(tmp_path: Path) -> None:
+    done = trained(document(tmp_path, 2, {**NET_SECTIONS, "eval": {"every": 1}}, NET, frozen=True))
+    assert sum("val_loss" in row for row in done.rows) == 4
+    model = done.model(4)
+    assert torch.equal(model["norm_a.running_mean"], torch.zeros(4))
+    assert torch.equal(model["norm_a.running_var"], torch.ones(4))
+    assert int(model["norm_a.num_batches_tracked"]) == 0
+
+
+def test_a_val_split_that_is_not_there_fails_the_start(tmp_path: Path) -> None:
+    sections = {**NET_SECTIONS, "eval": {"every": 4, "at_end": False}}
+    done = train(document(tmp_path, 2, sections, NET, val=False))
+    assert done.codes == [1, 1]
+    assert all("val.bin" in error for error in done.errors)
+    assert done.rows == done.events == []
+
+
+@pytest.mark.parametrize("every", [1, 3, None])
+def test_the_last_validation_comes_before_the_last_save_and_there_is_one_of_each(
+    tmp_path: Path, every: int | None
+) -> None:
+    sections = {"train": {"steps": 3}, "checkpoint": {"every": every}, "eval": {"at_end": True}}
+    done = trained(document(tmp_path, 1, sections, samples=[[1.0], [2.0], [3.0]]))
+    last = [event["event"] for event in done.events if event.get("step") == 3]
+    assert last == ["step", "eval", "checkpoint", "finished"]
+    assert (tmp_path / "loss.svg").exists()
+
+
+def test_a_curve_that_a_kill_after_the_last_save_left_undrawn_is_drawn_by_the_next_start(tmp_path: Path) -> None:
+    config = document(tmp_path, 1, {}, samples=[[1.0], [2.0]])
+    trained(config)
+    (tmp_path / "loss.svg").unlink()
+    again = trained(config)
+    assert [event["event"] for event in again.events][-1] == "finished"
+    assert again.events[-1]["already"]
+    assert (tmp_path / "loss.svg").exists()
+
+
+def test_a_rank_that_counts_nothing_does_not_spoil_the_log(tmp_path: Path) -> None:
+    config = document(tmp_path, 2, {**NET_SECTIONS, "eval": {"every": 2}}, NET, nan_rank=1)
+    done = trained(config)
+    assert [row["tokens"] for row in done.steps] == [2] * 4
+    losses = [row.get("loss", row.get("val_loss")) for row in done.rows]
+    assert len(losses) == 6
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 1, "nonfinite": "skip"}, "eval": {"at_end": True}}
+    done = trained(document(tmp_path, 1, sections, samples=[[3e38, 3e38]], val=[[3e38, 3e38]], w=1.0))
+    assert [(row.get("loss"), row.get("val_loss")) for row in done.rows] == [(None, None)] * 2
+    assert [row["skipped"] for row in done.steps] == ["nonfinite"]
+    assert not {"NaN", "Infinity"} & set((tmp_path / "metrics.jsonl").read_text().replace(":", ",").split(","))
+    assert [event["loss"] for event in done.events if event["event"] in ("step", "eval")] == [None, None]
