@@ -65,7 +65,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two `meaning`s, a line for each key: `train.max_grad_norm: saved 1.0, now 0.5`."""
     lines = []
     for key in sorted({*saved, *now}):
-        before, after = (json.dumps(side[key]) if key in side else "not set" for side in (saved, now))
+        before, after = (json.dumps(side[key], sort_keys=True) if key in side else "not set" for side in (saved, now))
         if before != after:
             lines.append(f"{key}: saved {before}, now {after}")
     return lines

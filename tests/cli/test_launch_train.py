@@ -49,7 +49,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_stops_goes_on_and_knows_when_it_is_finished(tmp_path: Path) -> None:
-    config = write_config(tmp_path, train={"steps": 4})
+    options = [{"match": ["*"], "lr_scale": 2.0}]  # saved with other things that a going on compares
+    config = write_config(tmp_path, train={"steps": 4}, optimizer={"options": options})
     code, program = ended(config, "--stop-at", "2")
     assert (code, program.stderr) == (75, "")
     again = f"python -m shardrun train {config}"

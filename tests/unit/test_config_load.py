@@ -429,3 +429,10 @@ def test_a_moved_recipe_means_the_same(folder: Path) -> None:
     moved.mkdir()
     (moved / "recipe.py").write_text("")
     assert meaning(config_with(folder)) == meaning(config_with(folder, f"recipe={moved}/recipe.py"))
+
+
+def test_the_order_of_keys_is_no_difference() -> None:
+    """A manifest has its keys sorted; the config that is compared with it has them as they were written."""
+    saved = {"optimizer.options": [{"lr_scale": 1.0, "match": ["*"]}]}
+    assert differences(saved, {"optimizer.options": [{"match": ["*"], "lr_scale": 1.0}]}) == []
+    assert len(differences(saved, {"optimizer.options": [{"match": ["*"], "lr_scale": 2.0}]})) == 1

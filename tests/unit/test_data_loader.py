@@ -275,8 +275,9 @@ def test_signals_to_the_group_leave_the_workers_at_work() -> None:
     others = set(child_pids(os.getpid()))  # the forkserver of tests with ranks, for one
     source = loader(Noisy(600), workers=2, global_batch_size=2)
     windows = source.windows(0)
-    _, share = next(windows)
-    list(share)
+    for _ in range(4):  # until each of the workers has shown that it is up
+        _, share = next(windows)
+        list(share)
     children = set(child_pids(os.getpid())) - others
     assert len(children) == 2
     for child in children:
