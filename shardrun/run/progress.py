@@ -20,6 +20,7 @@ class Progress:
     position: int = 0
     """Samples consumed, which is the position in the data."""
     epoch: int = 0
+    """Of the last window, counted from 1; 0 before the first."""
     samples: int = 0
     tokens: int = 0
     """Sum of all weights: tokens, or whatever the recipe's loss counts."""

@@ -126,7 +126,7 @@ class Trainer:
         loss, (tokens, asked) = sum_over_ranks(built.comm, f"step {progress.step}", float(tally.loss), counts)
         self._stopping = asked > 0
         progress.position = window.next_position
-        progress.epoch = window.epoch
+        progress.epoch = window.epoch + 1
         progress.samples += window.samples
         progress.tokens += tokens
         return {
