@@ -1,0 +1,87 @@
+"""Public bug reports about state that is missing, empty, prefixed or not sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training import RECIPES, Trained, document, trained
+
+_GATE = str(RECIPES / "train_gate.py")
+
+
+def _gated(run_dir: Path, world_size: int, steps: int = 3, **recipe_args: Any) -> dict[str, Any]:
+    sections = {
+        "optimizer": {"name": "adamw", "lr": 0.1},
+        "train": {"steps": steps, "micro_batch_size": 1, "global_batch_size": 4},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
+    return document(run_dir, world_size, sections, _GATE, **recipe_args)
+
+
+def _same(left: Trained, right: Trained, step: int) -> bool:
+    pairs = [(left.model(step), right.model(step)), (left.state(step), right.state(step))]
+    return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+
+
+def test_c052_a_parameter_without_a_gradient_so_far_is_saved_and_starts_at_step_0(tmp_path: Path) -> None:
+    straight = trained(_gated(tmp_path / "straight", 2))
+    first = trained(_gated(tmp_path / "broken", 2), stop_at=1)
+    assert first.state(1)["gate/step"] == 0
+    assert first.state(1)["weight/step"] == 1
+    assert any("gate has no gradient on any rank" in text for text in first.texts("note"))
+    broken = trained(_gated(tmp_path / "broken", 2))
+    assert broken.state(3)["gate/step"] == 1
+    assert broken.state(3)["weight/step"] == 3
+    assert torch.equal(first.model(1)["gate"], torch.tensor(0.5))
+    assert _same(straight, broken, 3)
+
+
+def test_c070_ranks_with_empty_shares_train_save_and_resume(tmp_path: Path) -> None:
+    """Two elements on four ranks. Another number of ranks is refused (C066) until there is resharding."""
+    straight = trained(_gated(tmp_path / "straight", 4))
+    trained(_gated(tmp_path / "broken", 4), stop_at=2)
+    broken = trained(_gated(tmp_path / "broken", 4))
+    assert _same(straight, broken, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_c085_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    for first, then in ((True, False), (False, True)):
+        run_dir = tmp_path / f"{first}"
+        begun = trained(_gated(run_dir, 1, compiled=first), stop_at=1)
+        assert sorted(begun.model(1)) == ["gate", "weight"]
+        trained(_gated(run_dir, 1, compiled=then), accept_changes=True)
+    plain = trained(_gated(tmp_path / "plain", 1, compiled=False))
+    assert torch.equal(
+        plain.model(3)["weight"], trained(_gated(tmp_path / "True", 1, compiled=False)).model(3)["weight"]
+    )
+
+
+def test_c133_state_of_the_selection_is_halved_at_two_ranks_and_none_is_held_for_the_rest(tmp_path: Path) -> None:
+    def bytes_per_rank(world_size: int, include: list[str]) -> tuple[list[int], Trained]:
+        sections = {
+            "optimizer": {"name": "adamw", "lr": 0.1},
+            "select": {"include": include},
+            "train": {"steps": 1, "micro_batch_size": 1, "global_batch_size": 2},
+        }
+        args = {"layers": 2, "width": 32, "heads": 2, "context": 16, "text": str(tmp_path / "text.txt")}
+        recipe = str(RECIPES.parents[2] / "recipes" / "gpt.py")
+        done = trained(document(tmp_path / f"{world_size}-{len(include)}", world_size, sections, recipe, **args))
+        tables = next(event["tables"] for event in done.events if event["event"] == "start")
+        memory = next(table for table in tables if table["title"] == "memory")
+        column = memory["columns"].index("optimizer state")
+        return [int(row[column].replace(",", "")) for row in memory["rows"]], done
+
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 60)
+    (alone,), _ = bytes_per_rank(1, ["*"])
+    halves, _ = bytes_per_rank(2, ["*"])
+    padding = 2 * 2 * 256 * 4  # two moments, at most one block of 256 in each of two option groups
+    assert all(abs(half - alone / 2) <= padding for half in halves)
+    (subset,), done = bytes_per_rank(1, ["blocks.1.*", "norm.weight"])
+    held = {name.rpartition("/")[0] for name in done.state(1)}
+    assert all(name.startswith("blocks.1.") or name == "norm.weight" for name in held)
+    assert subset < alone / 1.5
