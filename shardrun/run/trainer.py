@@ -86,8 +86,9 @@ class Trainer:
             seed_all(derive_seed(Purpose.MICRO_BATCH, built.config.run.seed, self.progress.step, number))
             built.comm.enter("forward")
             loss_sum, weight = loss_of(built, batch)
-            built.comm.enter("backward")
-            loss_sum.backward()  # type: ignore[no-untyped-call]
+            if loss_sum.requires_grad:  # else nothing trainable took part, which is for the policy of missing gradients
+                built.comm.enter("backward")
+                loss_sum.backward()  # type: ignore[no-untyped-call]
             tally.add(loss_sum, weight)
         if window.dropped:
             self._note(f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)")

@@ -85,3 +85,13 @@ def test_c133_state_of_the_selection_is_halved_at_two_ranks_and_none_is_held_for
     held = {name.rpartition("/")[0] for name in done.state(1)}
     assert all(name.startswith("blocks.1.") or name == "norm.weight" for name in held)
     assert subset < alone / 1.5
+
+
+def test_a_micro_batch_that_no_trained_parameter_took_part_in_counts_as_zeros(tmp_path: Path) -> None:
+    config = _gated(tmp_path, 1, steps=4)
+    config["select"] = {"include": ["gate"]}
+    done = trained(config)
+    assert [row["updates"] for row in done.steps] == [1, 2, 3, 4]
+    assert done.state(4)["gate/step"] == 2
+    assert torch.equal(done.model(2)["gate"], torch.tensor(0.5))
+    assert torch.equal(done.model(4)["weight"], torch.tensor([1.0, 2.0]))
