@@ -1,7 +1,7 @@
 """The global gradient norm, independent of buckets and ranks to the last bit.
 
-[Note: exact norm] Squares are added in float64 inside fixed blocks of 256 elements of the canonical space, by a fixed
-tree. The block sums of all ranks are then added by `math.fsum`, which rounds once, at the end: no order of ranks,
+[Note: exact norm] Squares are added in float64 inside fixed blocks of 256 elements of the canonical space, in a fixed
+order. The block sums of all ranks are then added by `math.fsum`, which rounds once, at the end: no order of ranks,
 slices or buckets can change the result, and padding adds nothing.
 """
 
@@ -15,20 +15,25 @@ from torch import Tensor
 
 from shardrun.shard.layout import ALIGN
 
-_CHUNK_BLOCKS = 1024
+_ROWS = {"cpu": 256, "cuda": 1 << 18}
+"""Blocks at once: what stays in a core's own cache, or fills a GPU."""
 
 
 def block_squares(grad: Tensor) -> Tensor:
     """Sum of squares of each block of 256: (n,) of any floating dtype -> (n / 256,) float64."""
     blocks = grad.view(-1, ALIGN)
     out = torch.empty(blocks.shape[0], dtype=torch.float64, device=grad.device)
-    for low in range(0, blocks.shape[0], _CHUNK_BLOCKS):  # chunks stay in the cache
-        tree = blocks[low : low + _CHUNK_BLOCKS].double()
-        tree = tree * tree
-        while tree.shape[1] > 1:
-            half = tree.shape[1] // 2
-            tree = tree[:, :half] + tree[:, half:]
-        out[low : low + _CHUNK_BLOCKS] = tree[:, 0]
+    rows = _ROWS.get(grad.device.type, _ROWS["cuda"])
+    for low in range(0, blocks.shape[0], rows):
+        squares = blocks[low : low + rows].double()
+        squares.mul_(squares)
+        if grad.device.type == "cpu":  # each row is added by itself, whatever rows stand beside it
+            torch.sum(squares, 1, out=out[low : low + rows])
+        else:  # how a GPU splits a row depends on the number of rows, so the tree is spelt out
+            while squares.shape[1] > 1:
+                half = squares.shape[1] // 2
+                squares = squares[:, :half] + squares[:, half:]
+            out[low : low + rows] = squares[:, 0]
     return out
 
 
