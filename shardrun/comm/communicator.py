@@ -53,7 +53,7 @@ class Communicator:
         self.timeout_s = timeout_s
         self.observer: Observer | None = None
         """Called as observer(phase, collective) whenever a phase or a collective begins (status file, tests)."""
-        self.phase = "idle"
+        self.phase = "start-up"
         self.collective = 0
         self._poison: str | None = None
         self._kept_alive: list[object] = []
