@@ -47,12 +47,14 @@ def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False) -> Ev
 
 @contextmanager
 def training_aside(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards each module is in its own mode again, and each random stream where it was."""
+    """The model in eval mode, without gradients; afterwards each module is in its own mode again, and each random
+    stream where it was. Whatever of the recipe runs beside the training runs in here."""
     modes = {module: module.training for module in model.modules()}
     streams = rng_states()
     model.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         restore_rng(streams)
         for module, training in modes.items():

@@ -21,15 +21,16 @@ from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import restore_rng, rng_for_device, rng_misfits, rng_states
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, by_all
+from shardrun.records.fit import group_violations
 from shardrun.records.tensors import host_bytes
 from shardrun.run.build import Built
+from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
+from shardrun.run.exports import write_export
 from shardrun.run.model import distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.progress import Progress
 
 _BUFFER = "buffer/"
-EXPORTS = "exports"
-"""Folder of the run, beside checkpoints, for what a recipe's `on_save` writes."""
 
 
 @dataclass
@@ -58,9 +59,7 @@ def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Li
     saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
     lineage.parent = saved.path
     if built.recipe.on_save is not None and built.comm.rank == 0:
-        folder = run_dir / EXPORTS / saved.path.name  # a checkpoint holds only what its manifest names
-        folder.mkdir(parents=True, exist_ok=True)
-        built.recipe.on_save(built.model, folder)
+        write_export(run_dir, saved.path.name, built.recipe.on_save, built.model)
     return saved
 
 
@@ -84,9 +83,15 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
 
 def numerics(built: Built) -> dict[str, Any]:
     """What the bits depend on besides the config."""
+    device = built.comm.device
+    processor = {"cpu": torch.backends.cpu.get_cpu_capability()}  # chooses among kernels of other vector lengths
+    if device.type == "cuda":
+        processor["cuda"] = torch.cuda.get_device_name(device)
+        processor["cuda capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return {
         "torch": str(torch.__version__),
-        "device": built.comm.device.type,
+        "device": device.type,
+        "processor": processor,
         "threads": torch.get_num_threads(),
         "seam": built.comm.seam,
     }
@@ -122,7 +127,10 @@ def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
 
 
 def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
-    """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective."""
+    """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective.
+
+    UsageError on all ranks if that checkpoint was trained with another config or recipe, unless the job accepts changes.
+    """
     options = job["options"]
     accepts = bool(options.get("accept_changes"))
     source = _source(job)
@@ -133,16 +141,35 @@ def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
-    if accepts:
-        for record in loaded.records.values():
-            record.meta["numerics"] = built.zero2.record_meta()["numerics"]
+    _judge_changes(built, loaded, source, accepts)
     progress = restore(built, loaded, other_device=accepts)
     built.notes.extend(loaded.notes)
-    saved = loaded.manifest.get("recipe", {}).get("sha256")
-    if saved != built.recipe.sha256:
-        built.notes.append(f"{built.recipe.source} is not the file that the checkpoint was made with (sha256 {saved})")
     run = str(loaded.manifest["run"])
     return progress, Lineage(run, _attempt(built), loaded.path, options.get("fence"))
+
+
+def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
+    """Refuse what means something else than what was saved, or fit the record to what is accepted; collective."""
+    recipe = recipe_changes(loaded.manifest, built.recipe.source, built.recipe.sha256)
+    changed = _of_any_rank(built, "changes", [*changes(loaded.manifest, built.config), *recipe])
+    if changed and not accepts:
+        raise by_all(refusal(source, changed))
+    zero2 = built.zero2
+    group, meta = loaded.manifest["groups"][zero2.name], zero2.record_meta()
+    misfits: list[str] = []
+    if accepts:
+        misfits = optimizer_misfits(group["optimizer"], meta["optimizer"], zero2.kind.keys)
+        group = {**group, "optimizer": meta["optimizer"]}
+    misfits += group_violations(group, {key: meta[key] for key in ("optimizer", "layout")})
+    if misfits := _of_any_rank(built, "changed optimizer", misfits):
+        raise by_all(CheckpointError(f"checkpoint {loaded.path} does not fit this run: " + "\n  ".join(misfits)))
+    if accepts:
+        built.notes.extend(recipe)
+        loaded.records[zero2.name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
+
+
+def _of_any_rank(built: Built, tag: str, lines: list[str]) -> list[str]:
+    return list(dict.fromkeys(line for told in built.comm.agree(tag, lines) for line in told))
 
 
 def _attempt(built: Built) -> str:
@@ -152,10 +179,10 @@ def _attempt(built: Built) -> str:
 def _expected(built: Built) -> dict[str, Any]:
     aliases = tied_names(built.model)
     zero2 = built.zero2
-    meta = zero2.record_meta()
     return {
         "topology": {"world_size": built.comm.world_size},
-        "groups": {zero2.name: {key: meta[key] for key in ("contract", "optimizer", "layout")}},
+        # Of what the config says, changes are told as such once they are known: `_judge_changes`.
+        "groups": {zero2.name: {"contract": zero2.record_meta()["contract"]}},
         "model": {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in named_tensors(built.model).items()

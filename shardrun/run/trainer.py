@@ -18,7 +18,7 @@ from shardrun.data.order import Window
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, StoppedAfterSave
 from shardrun.run.build import Built
-from shardrun.run.evaluate import evaluate
+from shardrun.run.evaluate import evaluate, training_aside
 from shardrun.run.forward import Tally, loss_of, sum_over_ranks
 from shardrun.run.metrics import MetricsFile, plain
 from shardrun.run.progress import Progress
@@ -185,7 +185,8 @@ class Trainer:
         if found.bits_per_byte is not None:
             row["bits_per_byte"] = found.bits_per_byte
         if self.built.recipe.metrics is not None:
-            row |= self.built.recipe.metrics(found.loss, found.tokens)
+            with training_aside(self.built.model):
+                row |= self.built.recipe.metrics(found.loss, found.tokens)
         self._write(row)
         if self.metrics is not None:
             figures = {"loss": found.loss, "tokens": found.tokens, "bits_per_byte": found.bits_per_byte}
