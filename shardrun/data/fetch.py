@@ -43,7 +43,7 @@ class Fetcher:
     def __getitem__(self, task: Task) -> tuple[int, Any]:
         if get_worker_info() is not None:  # the process is ours: nothing to put back
             return task.number, self._fetch(task)
-        with kept_streams():
+        with kept_streams(), one_thread():
             return task.number, self._fetch(task)
 
     def _fetch(self, task: Task) -> Any:
@@ -74,6 +74,20 @@ def kept_streams() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread, as it does in a DataLoader's worker: sums come out the same in both."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def prepare_worker(_worker: int) -> None:

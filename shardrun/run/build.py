@@ -180,6 +180,8 @@ def _val_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatc
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.micro_batch_size * comm.world_size * _VAL_MICRO_BATCHES,
             shuffle=False,
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
         )
     except UsageError as error:
         raise UsageError(f"val split (eval.every, eval.at_end): {error}") from error

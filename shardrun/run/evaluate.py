@@ -35,7 +35,8 @@ def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False) -> Ev
     with training_aside(built.model):
         for window, share in loader.windows(0, loader.samples if limit is None else min(limit, loader.samples)):
             for number, batch in share:
-                seed_all(derive_seed(Purpose.EVALUATION, built.config.run.seed, window.start, number))
+                first = window.start + number * built.config.train.micro_batch_size  # the same for every world size
+                seed_all(derive_seed(Purpose.EVALUATION, built.config.run.seed, first))
                 tally.add(*loss_of(built, batch))
     counts = [int(tally.weight), int(stop_asked())]
     total, (tokens, stopping) = sum_over_ranks(built.comm, "validation", float(tally.loss), counts)

@@ -63,3 +63,45 @@ def test_exports_appear_whole_and_go_with_their_checkpoints(tmp_path: Path) -> N
     trained(document(tmp_path / "run", 1, SECTIONS, source))
     assert sorted(path.name for path in exports.iterdir()) == ["mine", "step-0000000003", "step-0000000004"]
     assert (exports / "step-0000000004" / "saved.txt").read_text() == "exports"
+
+
+def test_items_do_not_depend_on_the_workers_where_a_rank_has_threads(tmp_path: Path) -> None:
+    more = """
+
+class Threads:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((7,), float(torch.get_num_threads())), torch.tensor(index % 3)
+
+
+def build_data(args, split):
+    return Threads()
+
+
+def collate(samples):
+    assert torch.get_num_threads() == 1
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+"""
+    source, rows = recipe(tmp_path, more), []
+    for workers in (0, 2):
+        sections = {**SECTIONS, "data": {"workers": workers}, "topology": {"threads_per_rank": 2}}
+        done = trained(document(tmp_path / f"run-{workers}", 1, sections, source))
+        rows.append([{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in done.rows])
+    assert rows[0] == rows[1]
+
+
+def test_the_randomness_of_a_validation_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    samples, val = [[1.0]] * 4, [[float(i)] for i in range(40)]
+    more = "\n\n_loss = loss\n\n\ndef loss(model, batch, world):\n"
+    more += "    total, weight = _loss(model, batch, world)\n"
+    more += "    return total + (0.0 if model.training else draw(1)[2] * 2.0**-10), weight\n"
+    more += "\n\nfrom tests.support.recipes.toy import draw\n"
+    found = []
+    for world in (1, 2):
+        sections = {**SECTIONS, "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 4}}
+        config = document(tmp_path / str(world), world, sections, recipe(tmp_path, more, RECIPES / "toy.py"),
+                          samples=samples, val=val)  # fmt: skip
+        found += [row["val_loss"] for row in trained(config).rows if "val_loss" in row]
+    assert abs(found[0] - found[1]) < 1e-12, found
