@@ -8,18 +8,20 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardrun import report
 from shardrun.checkpoint.lock import RunLock
 from shardrun.checkpoint.manifest import read_manifest
-from shardrun.checkpoint.store import candidates, newest, scan
-from shardrun.config.load import differences, load, resolved_yaml
-from shardrun.config.schema import Config, meaning
+from shardrun.checkpoint.store import Found, candidates, newest, scan
+from shardrun.config.load import load, resolved_yaml
+from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError, LaunchError, UsageError
 from shardrun.report import TrainScreen
+from shardrun.run.changes import changes, refusal
 from shardrun.run.launch import launch, write_exit
 from shardrun.run.outcome import Outcome, RankEnd, judge
 from shardrun.run.streams import RankLog
@@ -49,9 +51,14 @@ def run(
     if by_environment:
         _check_environment(settings, fresh)
     _check_start(settings, fresh, resume_from)
+    notes = []
+    if resume_from is not None or not fresh:
+        source = settings.run.dir if resume_from is None else resume_from
+        if saved := _to_go_on_from(source, allow_fallback):
+            notes = _check_changes(settings, source, saved, accept_changes)
+            _check_stop(settings, source, saved, stop_at)
     if fresh:
         settings = _in_new_folder(settings)
-    notes = _check_changes(settings, accept_changes)
     options = {
         "fresh": fresh,
         "accept_changes": accept_changes,
@@ -59,7 +66,7 @@ def run(
         "resume_from": resume_from and os.path.abspath(resume_from),
         "stop_at": stop_at,
     }
-    again = _command(config, overrides, settings if fresh else None)
+    again = partial(_command, config, overrides, settings, options, newest(settings.run.dir))
     with TrainScreen(json=json, steps=settings.log.stdout) as screen, _owned(settings, by_environment) as fence:
         document = {
             "config": settings.model_dump(mode="json"),
@@ -72,7 +79,7 @@ def run(
             screen.event(0, {"event": "note", "text": note})
         outcome = launch(_job(settings, document), screen)
         screen.close()
-        _show(outcome, settings.run.dir, again, json)
+        _show(outcome, settings.run.dir, again(), json)
         return outcome.exit_code
 
 
@@ -119,41 +126,60 @@ def _in_new_folder(settings: Config) -> Config:
     return settings.model_copy(update={"run": settings.run.model_copy(update={"dir": folder})})
 
 
-def _check_changes(settings: Config, accept: bool) -> list[str]:
-    """Refuse settings that mean something else than those which the run in this folder was trained with.
-
-    Returns what the user should know of changes that are let through.
-    """
-    found = newest(settings.run.dir)
-    if found is None:
-        return []
+def _to_go_on_from(source: Path, allow_fallback: bool) -> dict[str, Any] | None:
+    """The manifest of the checkpoint that the workers will take up; None where it is for them to say what is wrong."""
+    found = next((one for one in candidates(source) if one.complete or not allow_fallback), None)
     try:
-        # What the checkpoint was trained with, not config.resolved.yaml: that one belongs to the last start, which may
-        # have been refused.
-        changed = differences(read_manifest(found.path)[0]["meaning"], meaning(settings))
-    except (CheckpointError, OSError, KeyError):
-        return []  # the worker says what is wrong with the checkpoint
-    if not changed:
-        return []
-    if accept:
-        return ["going on with a changed config:", *changed]
-    raise UsageError(
-        "\n  ".join(
-            [
-                f"{settings.run.dir}: this run was trained with another config",
-                *changed,
-                "go on with the change: --accept-changes; start anew in another folder: --fresh",
-            ]
+        return None if found is None else read_manifest(found.path)[0]
+    except (CheckpointError, OSError):
+        return None
+
+
+def _check_changes(settings: Config, source: Path, saved: Mapping[str, Any], accept: bool) -> list[str]:
+    """Refuse settings that mean something else than those which the checkpoint was trained with.
+
+    That is what counts, not config.resolved.yaml: that one belongs to the last start, which may have been refused.
+    Returns what the user should know of changes that are let through. The workers look again, at what they did load.
+    """
+    changed = changes(saved, settings)
+    if changed and not accept:
+        raise refusal(source, changed)
+    return ["going on with a changed config:", *changed] if changed else []
+
+
+def _check_stop(settings: Config, source: Path, saved: Mapping[str, Any], stop_at: int | None) -> None:
+    """Refuse a stop that lies behind; a finished run has nothing left to stop and is left as it is."""
+    step = saved["counters"]["step"]
+    if stop_at is not None and stop_at <= step and not _finished(settings, saved):
+        raise UsageError(
+            f"--stop-at {stop_at} lies behind: the checkpoint in {source} is of step {step}; "
+            f"give a step after {step}, or leave --stop-at out"
         )
-    )
 
 
-def _command(config: Path, overrides: list[str], moved: Config | None) -> str:
-    """The command that goes on with this run."""
+def _finished(settings: Config, saved: Mapping[str, Any]) -> bool:
+    train, counters = settings.train, saved["counters"]
+    if train.epochs is not None:
+        return bool(counters["position"] >= train.epochs * saved["data"]["samples"])
+    done, length = (counters["step"], train.steps) if train.tokens is None else (counters["tokens"], train.tokens)
+    return bool(length is not None and done >= length)
+
+
+def _command(
+    config: Path, overrides: list[str], settings: Config, options: Mapping[str, Any], before: Found | None
+) -> str:
+    """The command that goes on with this run. `before`: the newest checkpoint that its folder held at the start.
+
+    What was asked for at the start has to be asked for again until a checkpoint of this start is there.
+    """
     program = ["python", "-m", "shardrun"] if Path(sys.argv[0]).name == "__main__.py" else ["shardrun"]
     words = list(overrides)
-    if moved is not None:
-        words = [word for word in words if not word.startswith("run.dir=")] + [f"run.dir={moved.run.dir}"]
+    if options["fresh"]:
+        words = [word for word in words if not word.startswith("run.dir=")] + [f"run.dir={settings.run.dir}"]
+    if newest(settings.run.dir) == before:
+        if options["resume_from"] is not None:
+            words += ["--resume-from", str(options["resume_from"])]
+        words += [f"--{name.replace('_', '-')}" for name in ("accept_changes", "allow_fallback") if options[name]]
     return shlex.join([*program, "train", str(config), *words])
 
 
@@ -190,7 +216,12 @@ def _check_environment(settings: Config, fresh: bool) -> None:
 
 
 def _run_as_rank(
-    settings: Config, document: dict[str, Any], screen: TrainScreen, again: str, notes: list[str], json: bool
+    settings: Config,
+    document: dict[str, Any],
+    screen: TrainScreen,
+    again: Callable[[], str],
+    notes: list[str],
+    json: bool,
 ) -> int:
     """Be one rank. The first one shows the run; the others only warnings, and their own error if they are its cause."""
     began, run_dir, total_steps = time.time(), settings.run.dir, None
@@ -218,7 +249,7 @@ def _run_as_rank(
     if leads or not _is_newer(run_dir / "exit.json", began):
         write_exit(run_dir, outcome)
     if leads:
-        _show(outcome, run_dir, f"the same command again ({again})", json)
+        _show(outcome, run_dir, f"the same command again ({again()})", json)
     return code
 
 

@@ -129,7 +129,7 @@ def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
 def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
     """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective.
 
-    UsageError on all ranks if that checkpoint was trained with another config or recipe, unless the job accepts changes.
+    UsageError on all ranks if that one was trained with another config or recipe, unless the job accepts changes.
     """
     options = job["options"]
     accepts = bool(options.get("accept_changes"))

@@ -1,0 +1,65 @@
+"""Whether a run still means what its checkpoint was trained with: config, recipe file, options of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardrun.config.load import differences
+from shardrun.config.schema import Config, meaning
+from shardrun.errors import UsageError
+from shardrun.records.fit import differences as leaf_differences
+
+_SHOWN_OF_A_HASH = 12
+
+
+def changes(manifest: Mapping[str, Any], config: Config) -> list[str]:
+    """Settings that mean something else than those that the checkpoint was trained with, a line each."""
+    return differences(manifest["meaning"], meaning(config))
+
+
+def recipe_changes(manifest: Mapping[str, Any], source: str, sha256: str | None) -> list[str]:
+    """A line if the recipe at `source` is not the file that the checkpoint was trained with."""
+    saved = manifest["recipe"].get("sha256")
+    if saved == sha256:
+        return []
+    before, now = (str(one)[:_SHOWN_OF_A_HASH] if one else "of no file" for one in (saved, sha256))
+    return [f"recipe {source} was edited: sha256 saved {before}, now {now}"]
+
+
+def refusal(source: Path, changed: Iterable[str]) -> UsageError:
+    """The error about going on from `source` with changes that nobody accepted."""
+    return UsageError(
+        "\n  ".join(
+            [
+                f"{source}: this run was trained with another config",
+                *changed,
+                "go on with the change: --accept-changes; start anew in another folder: --fresh",
+            ]
+        )
+    )
+
+
+def optimizer_misfits(
+    saved: Mapping[str, Any], now: Mapping[str, Any], keys: Callable[[Mapping[str, Any]], Collection[str]]
+) -> list[str]:
+    """What of a changed optimizer cannot be accepted: another state than the saved one, a line each.
+
+    Both sides are a record's meta["optimizer"]; `keys` gives the state tensors that exist under a group's options.
+    """
+    found = list(leaf_differences(_kind(saved), _kind(now), "optimizer"))
+    if not found:
+        for number, (old, new) in enumerate(zip(saved["groups"], now["groups"], strict=True)):
+            if set(keys(old)) != set(keys(new)):
+                changed = ", ".join(leaf_differences(old, new, f"optimizer.groups.{number}"))
+                found.append(f"{changed} (the saved state has {_told(keys(old))}, this run needs {_told(keys(new))})")
+    return [f"{line}; --accept-changes cannot turn one state into another, --fresh starts anew" for line in found]
+
+
+def _kind(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{key: optimizer[key] for key in ("name", "masters")}, "option groups": len(optimizer["groups"])}
+
+
+def _told(keys: Collection[str]) -> str:
+    return ", ".join(sorted(keys)) or "none"
