@@ -85,13 +85,15 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
     recipe = load_recipe(config.recipe, config.recipe_args)
     world = World(comm.rank, comm.world_size)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
-    model = models.place_model(
-        recipe.build_model(world), models.PARAMETER_DTYPES[config.precision.parameters], comm.device
-    )
-    notes = _model_notes(model, models.PARAMETER_DTYPES[config.precision.parameters])
+    model = recipe.build_model(world)
+    models.refuse_unfit(model)
+    # Before the cast, which would part tensors that share memory without a word.
+    selection = select_parameters(model, config.select.include, config.select.exclude, comm=comm)
+    dtype = models.PARAMETER_DTYPES[config.precision.parameters]
+    models.place_model(model, dtype, comm.device)
+    notes = _model_notes(model, dtype)
     if config.init_from is not None:
         models.init_from(model, config.init_from)
-    selection = select_parameters(model, config.select.include, config.select.exclude, comm=comm)
     models.freeze_unselected(selection)
     notes += _selection_notes(selection)
     differed = models.compare_unselected(comm, model, selection, config.topology.sync_unselected)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
 from shardrun.comm.communicator import Communicator
@@ -23,16 +24,29 @@ from shardrun.shard.selection import Selection, clean_path, named_parameters, pa
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on the device of this rank, its floating parameters in `dtype`; meta tensors are refused by name.
-
-    Buffers keep their formats, and so do the parameters of norms with running statistics, see `keeps_format`.
-    """
+def refuse_unfit(model: nn.Module) -> None:
+    """Refuse by name what a run could not train, or could not put into a checkpoint and get back."""
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"recipe: {path} has no shape yet; run one batch through the model in build_model")
     meta = [path for path, tensor in named_tensors(model).items() if tensor.device.type == "meta"]
     if meta:
         raise ConfigError(
             f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values"
         )
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ConfigError(
+                f"recipe: {path or 'the model'} ({type(module).__name__}) keeps extra state, which no checkpoint "
+                "holds; keep it in buffers"
+            )
+
+
+def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Move the model to the device of this rank and its floating parameters to `dtype`; Parameter objects stay.
+
+    Buffers keep their formats, and so do the parameters of norms with running statistics, see `keeps_format`.
+    """
     model.to(device)
     # Only what differs is converted, so that a model that mixes formats on purpose keeps them at fp32.
     if dtype != torch.float32:

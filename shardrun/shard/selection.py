@@ -147,6 +147,10 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
                 f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters are float32, "
                 "float16 or bfloat16: convert it or exclude it"
             )
+        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise SelectionError(
+                f"select: elements of {path} share memory (expanded?); give it memory of its own: clone()"
+            )
         if parameter.numel() == 0:
             raise SelectionError(
                 f"select: {path} is trainable and has no elements, shape {tuple(parameter.shape)}: exclude or freeze it"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import ContractError, by_all
 from shardrun.shard.contract import Contract, first_difference
-from shardrun.shard.selection import Selection
+from shardrun.shard.selection import Selection, clean_path
 
 
 class SelectedDataParallel:
@@ -30,6 +30,7 @@ class SelectedDataParallel:
         self.selection = selection
         self.contract = selection.contract()
         self._compare_contracts()
+        self._places = _places(model, selection)
         self.order = self._root_order(order)
         self._broadcast()
 
@@ -42,6 +43,14 @@ class SelectedDataParallel:
         """Gradients of unselected parameters: the very same tensor objects."""
         unselected = self.selection.unselected.items()
         return {path: parameter.grad for path, parameter in unselected if parameter.grad is not None}
+
+    def replaced(self) -> list[str]:
+        """Selected parameters in whose place the model holds something else by now; local."""
+        return [
+            f"{path}: the model holds another object there than at set-up; change values in place or make a new session"
+            for path, held, name, parameter in self._places
+            if held.get(name) is not parameter
+        ]
 
     def _compare_contracts(self) -> None:
         found = self.comm.compare("session", "set-up", {"contract": self.contract.digest})
@@ -67,3 +76,16 @@ class SelectedDataParallel:
             self.comm.broadcast_(wire, spec.path, agreed=True)  # by the contract
             if wire.data_ptr() != data.data_ptr():
                 data.copy_(wire)
+
+
+def _places(
+    model: nn.Module, selection: Selection
+) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    """Where the model keeps each selected parameter: path, the module's own table, the name in it, the parameter."""
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            path = clean_path(f"{prefix}.{name}" if prefix else name)
+            if parameter is not None and selection.parameters.get(path) is parameter:
+                found.append((path, module._parameters, name, parameter))
+    return found

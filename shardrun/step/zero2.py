@@ -178,7 +178,9 @@ class SelectedZero2:
         with transaction(comm, self.step_count + 1, flat.clear):
             comm.enter("collect")
             pending = flat.collect()
-            pending = replace(pending, problems=(*pending.problems, *self._masters.overwritten()))
+            pending = replace(
+                pending, problems=(*pending.problems, *self._masters.overwritten(), *self.session.replaced())
+            )
 
             comm.enter("agree")
             window = agree_window(comm, call, self._layout_digest, request, flat.paths, pending)
