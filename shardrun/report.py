@@ -1,6 +1,7 @@
 """All that shardrun shows: lines, tables, JSON documents, the screen of a training run. Nothing else prints.
 
-A reader that goes away (closed pipe, full disk, hung-up terminal) never ends a run: its stream falls silent.
+A reader that goes away (closed pipe, full disk, hung-up terminal) never ends a run: its stream falls silent. A reader
+that pauses never holds one up: while a TrainScreen is open, all is written by threads that alone wait for it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from shardrun.run.outcome import Outcome, RankEnd
+from shardrun.run.outlet import Outlet
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SCHEMA_VERSION = 1
 _LONGEST_MESSAGE = 20
+# Bytes that may wait for a reader that pauses: of what is told once, of steps and of what the ranks print (the logs
+# have both), and of frames of a bar, which are stale a moment later.
+_ROOM_ONCE, _ROOM_MANY, _ROOM_BAR = 16 << 20, 4 << 20, 1 << 16
+_outlets: dict[int, Outlet] = {}
+# The threads stay behind in the parent.
+os.register_at_fork(after_in_child=_outlets.clear)
 _CODES = {
     1: "training failed",
     2: "usage or config",
@@ -42,7 +51,9 @@ def line(text: str = "") -> None:
 
 
 def error(text: str) -> None:
-    """One line (or several) on stderr."""
+    """One line (or several) on stderr, after what came before on stdout."""
+    if (before := _outlets.get(id(sys.stdout))) is not None:
+        before.flush()
     _write(text, sys.stderr)
 
 
@@ -53,7 +64,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 def json_document(document: Mapping[str, Any]) -> None:
     """One JSON object on one line of stdout, with `schema_version`; NaN and infinities become strings."""
-    line(json.dumps({"schema_version": SCHEMA_VERSION, **_strict_json(document)}, allow_nan=False))
+    line(_json_text(document))
 
 
 def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -179,7 +190,8 @@ class TrainScreen:
     """The screen of one training run, fed with the events and the output lines of its ranks.
 
     A live progress bar on a terminal, plain lines elsewhere; with `json` one JSON object per line on stdout and nothing
-    else there. `steps=False` leaves the step lines out. Use as a context manager: leaving it takes the bar down.
+    else there. `steps=False` leaves the step lines out. Use as a context manager: leaving it takes the bar down and
+    waits a little for a reader that pauses; inside, nothing that is shown is ever waited for.
     """
 
     def __init__(self, *, json: bool = False, steps: bool = True) -> None:
@@ -191,10 +203,20 @@ class TrainScreen:
         self._first_step: tuple[int, float] | None = None
 
     def __enter__(self) -> TrainScreen:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no file at all
+                _outlets[id(stream)] = Outlet(stream, self._left_out, partial(_mute, stream))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+        while _outlets:
+            _outlets.popitem()[1].close()
+
+    def _left_out(self, count: int) -> str:
+        if self._json:
+            return _json_text({"event": "left_out", "lines": count}) + "\n"
+        return f"... {count} lines left out while nobody read them; the logs have them\n"
 
     def close(self) -> None:
         """Take the bar down; later lines come out plain."""
@@ -215,7 +237,7 @@ class TrainScreen:
         if rank != 0 and event["event"] != "warning":
             return lines
         if self._json:
-            json_document(event)
+            _write(_json_text(event), sys.stdout, room=_ROOM_MANY if event["event"] == "step" else _ROOM_ONCE)
         elif event["event"] == "step":
             self._show_step(event, lines)
         else:
@@ -226,13 +248,13 @@ class TrainScreen:
     def output(self, rank: int, text: str) -> None:
         """Show one line that the program of `rank` printed, marked with the rank."""
         if self._json:
-            json_document({"event": "output", "rank": rank, "text": text})
+            _write(_json_text({"event": "output", "rank": rank, "text": text}), sys.stdout, room=_ROOM_MANY)
         else:
-            self._show(f"[rank {rank}] {text}")
+            self._show(f"[rank {rank}] {text}", room=_ROOM_MANY)
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str, room: int = _ROOM_ONCE) -> None:
         if self._progress is None:
-            line(text)
+            _write(text, sys.stdout, room=room)
         else:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -252,7 +274,7 @@ class TrainScreen:
             self._progress.update(self._task, completed=event["step"], figures=lines[0])
         elif self._steps:
             for text in lines:
-                line(text)
+                self._show(text, room=_ROOM_MANY)
 
 
 def _progress_bar(total: int | None) -> tuple[Progress, TaskID]:
@@ -279,11 +301,11 @@ class _SilentWhenGone(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        _write(text, self._stream, end="")
+        _write(text, self._stream, end="", room=_ROOM_BAR)
         return len(text)
 
     def flush(self) -> None:
-        _write("", self._stream, end="")
+        """Every write is flushed."""
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -292,8 +314,11 @@ class _SilentWhenGone(io.TextIOBase):
         return self._stream.fileno()
 
 
-def _write(text: str, stream: TextIO | None, end: str = "\n") -> None:
+def _write(text: str, stream: TextIO | None, end: str = "\n", room: int = _ROOM_ONCE) -> None:
     if stream is None:  # the program was started with this stream closed
+        return
+    if (outlet := _outlets.get(id(stream))) is not None:
+        outlet.put(text + end, room)
         return
     try:
         try:
@@ -352,6 +377,10 @@ def _bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
+
+
+def _json_text(document: Mapping[str, Any]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **_strict_json(document)}, allow_nan=False)
 
 
 def _strict_json(value: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +234,67 @@ def _code_of(command: list[str], tmp_path: Path, stdout: int) -> int:
         code = program.wait()
         assert program.stderr == ""
         return code
+
+
+@contextmanager
+def paused_reader(kind: str) -> Iterator[tuple[int, int]]:
+    """(reading end, writing end) of a pipe or a terminal that nobody reads; both hold only a few kB."""
+    read, write = os.openpty() if kind == "terminal" else os.pipe()
+    if kind == "pipe":
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        yield read, write
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def trained_past(tmp_path: Path, step: int) -> None:
+    """Wait until the log of rank 0 has this step; whether anything is read from the screen plays no part."""
+    log = tmp_path / "run" / "logs" / "rank-0.log"
+    until(lambda: log.exists() and f"step {step}/" in log.read_text(), 30, f"training stands still before step {step}")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_reader_that_pauses_stops_neither_the_training_nor_a_ctrl_c(tmp_path: Path, kind: str) -> None:
+    with paused_reader(kind) as (_, write):
+        command = pretended(tmp_path, steps=100000, step_s=0.001, save_s=60)
+        with started(command, tmp_path, stdout=write, stderr=write) as program:
+            trained_past(tmp_path, 600)
+            program.signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert program.process.poll() is None
+            program.signal(signal.SIGINT)
+            assert program.wait(10) == 130
+            assert program.left(0.5) == {}
+    assert exit_document(tmp_path)["exit_code"] == 130
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_reader_that_pauses_and_goes_on_gets_what_is_told_once(tmp_path: Path, json_output: bool) -> None:
+    with paused_reader("pipe") as (read, write):
+        command = pretended(tmp_path, steps=100000, step_s=0.001, json=json_output)
+        with started(command, tmp_path, stdout=write) as program:
+            trained_past(tmp_path, 200)
+            program.signal(signal.SIGTERM)
+            os.set_blocking(read, False)
+            shown = b""
+            while program.process.poll() is None:
+                try:
+                    shown += os.read(read, 1 << 16)
+                except BlockingIOError:
+                    time.sleep(0.01)
+            assert program.wait() == 75
+            assert program.stderr == ""
+        with suppress(BlockingIOError):
+            shown += os.read(read, 1 << 16)
+    lines = shown.decode().splitlines()
+    assert len([line for line in lines if "user print" in line]) >= 400
+    if json_output:
+        assert json.loads(lines[-1])["exit_code"] == 75
+    else:
+        assert any(line.startswith("SIGTERM: finishing the step") for line in lines)
+        assert lines[-1].startswith("exit code 75")
 
 
 def test_json_output_is_json_alone(tmp_path: Path) -> None:
