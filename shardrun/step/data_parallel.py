@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -78,11 +79,12 @@ class SelectedDataParallel:
                 data.copy_(wire)
 
 
-def _places(
-    model: nn.Module, selection: Selection
-) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+_Place = tuple[str, dict[str, Any], str, nn.Parameter]
+
+
+def _places(model: nn.Module, selection: Selection) -> list[_Place]:
     """Where the model keeps each selected parameter: path, the module's own table, the name in it, the parameter."""
-    found = []
+    found: list[_Place] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             path = clean_path(f"{prefix}.{name}" if prefix else name)
