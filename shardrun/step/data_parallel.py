@@ -88,6 +88,7 @@ def _places(model: nn.Module, selection: Selection) -> list[_Place]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             path = clean_path(f"{prefix}.{name}" if prefix else name)
-            if parameter is not None and selection.parameters.get(path) is parameter:
-                found.append((path, module._parameters, name, parameter))
+            chosen = selection.parameters.get(path)
+            if chosen is not None and chosen is parameter:
+                found.append((path, module._parameters, name, chosen))
     return found
