@@ -7,7 +7,7 @@ size, the number of workers nor on how far they ran ahead.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any, Protocol, cast
 
 from torch.utils.data import IterableDataset, default_collate
@@ -76,7 +76,9 @@ class MicroBatchLoader:
         kept = max(0, min(window.samples, stop - window.epoch * self.samples - window.start))
         return Window(window.epoch, window.start, window.start + kept, stop)
 
-    def windows(self, position: int = 0, stop: int | None = None) -> Iterator[tuple[Window, Iterator[tuple[int, Any]]]]:
+    def windows(
+        self, position: int = 0, stop: int | None = None
+    ) -> Generator[tuple[Window, Iterator[tuple[int, Any]]], None, None]:
         """Windows from `position` on, over all epochs without end, or up to the position `stop`.
 
         Each comes with this rank's micro-batches as (number, batch), fetched when asked for; those not taken before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +24,23 @@ class Evaluation:
     bits_per_byte: float | None
     stopping: bool
     """Whether any rank was asked to stop in the meantime."""
+    whole: bool = True
+    """Whether it went over the whole split; else the figures say nothing."""
 
 
-@torch.no_grad()
-def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False) -> Evaluation:
-    """Go once over the val split, which `built` must have; collective."""
+def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> Evaluation:
+    """Go once over the val split, which `built` must have, or with `may_leave` until a rank is asked to stop.
+
+    Collective: before each window of the validation all ranks agree to go on.
+    """
     loader, limit = built.val_loader, built.config.eval.max_samples
     assert loader is not None
     tally = Tally()
-    with training_aside(built.model):
-        for window, share in loader.windows(0, loader.samples if limit is None else min(limit, loader.samples)):
+    windows = loader.windows(0, loader.samples if limit is None else min(limit, loader.samples))
+    with training_aside(built.model), closing(windows):
+        for window, share in windows:
+            if may_leave and built.comm.compare("validation goes on", "", sums=[int(stop_asked())]).sums[0]:
+                return Evaluation(math.nan, 0, None, stopping=True, whole=False)
             for number, batch in share:
                 first = window.start + number * built.config.train.micro_batch_size  # the same for every world size
                 seed_all(derive_seed(Purpose.EVALUATION, built.config.run.seed, first))

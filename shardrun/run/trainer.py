@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from shardrun.checkpoint.commit import Saved
-from shardrun.data.order import Window
+from shardrun.checkpoint.store import CHECKPOINTS
+from shardrun.data.order import Window, windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, StoppedAfterSave
 from shardrun.run.build import Built
@@ -56,6 +57,8 @@ class Trainer:
     _saved_step: int = -1
     _stopping: bool = False
     """Whether any rank was asked to stop: all know it from the same moment on."""
+    _hurried: bool = False
+    """Whether it was asked from outside, by somebody who waits for the save."""
     _warned: set[str] = field(default_factory=set)
 
     def run(self) -> None:
@@ -64,17 +67,25 @@ class Trainer:
         Modules train in the modes in which the recipe left them.
         """
         built, progress = self.built, self.progress
-        self._saved_step = progress.step
+        self._saved_step = self.current_step = progress.step
+        self._make_up_for_validation()
+        self._enter_data()
         for window, share in built.loader.windows(progress.position, built.stop_position):
-            began, self.current_step = time.monotonic(), progress.step + 1
+            began = time.monotonic()
             tally = self._accumulate(window, share)
             row = self._update(window, tally)
             self._log(row, time.monotonic() - began)
             self._after_window()
             if self.finished:
                 break
+            self._enter_data()
 
     # ---- one window --------------------------------------------------------------------------------------------
+
+    def _enter_data(self) -> None:
+        """From here on an error is one of the next window, and of its data."""
+        self.current_step = self.progress.step + 1
+        self.built.comm.enter("data")
 
     def _accumulate(self, window: Window, share: Iterable[tuple[int, Any]]) -> Tally:
         """Forward and backward of this rank's micro-batches; gradients of the loss SUM add up in FP32."""
@@ -90,6 +101,7 @@ class Trainer:
                 built.comm.enter("backward")
                 loss_sum.backward()  # type: ignore[no-untyped-call]
             tally.add(loss_sum, weight)
+            built.comm.enter("data")
         if window.dropped:
             self._note(f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)")
         return tally
@@ -123,9 +135,11 @@ class Trainer:
             built.zero2.discard_gradients()
             self._note(str(error), once=False)
         progress.step += 1
-        counts = [int(tally.weight), int(self._asked_to_stop())]
-        loss, (tokens, asked) = sum_over_ranks(built.comm, f"step {progress.step}", float(tally.loss), counts)
-        self._stopping = asked > 0
+        requested = self.tether.stop_requested  # ranks hear of it at different moments: it takes effect in a sum
+        counts = [int(tally.weight), int(requested), int(progress.step == self.plan.stop_at)]
+        loss, (tokens, asked, planned) = sum_over_ranks(built.comm, f"step {progress.step}", float(tally.loss), counts)
+        self._hurried = asked > 0
+        self._stopping = self._hurried or planned > 0
         progress.position = window.next_position
         progress.epoch = window.epoch + 1
         progress.samples += window.samples
@@ -158,29 +172,46 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
-    def _asked_to_stop(self) -> bool:
-        """Whether this rank was; ranks hear of it at different moments, so it takes effect in a sum over all."""
-        return self.tether.stop_requested or self.progress.step == self.plan.stop_at
-
     def _after_window(self) -> None:
         """Validate and save where it is due; raises StoppedAfterSave where somebody asked to stop."""
         config, progress, last = self.built.config, self.progress, self.finished
-        # Before the save: once there is a checkpoint of the last window the run counts as finished.
-        if self._due(config.eval.every) or (last and config.eval.at_end):
-            self._evaluate()
-        if self._stopping or last or progress.step == 1 or self._due(config.checkpoint.every):
+        # The last one before the save, whoever waits: once there is a checkpoint of it the run counts as finished.
+        if (last and config.eval.at_end) or (self._due(config.eval.every) and (last or not self._hurried)):
+            self._evaluate(may_leave=not last)
+        if self._stopping or last or not self._holds_checkpoint() or self._due(config.checkpoint.every):
             self._save()
         leaving = self._stopping and not last
         if self.witness is not None:
             self.witness.after_window(progress, leaving=leaving or last)
         if leaving:
-            self.tether.send("stopped", step=progress.step, path=str(self.lineage.parent))
-            raise StoppedAfterSave(f"stopped after step {progress.step}")
+            self._leave()
 
-    def _evaluate(self) -> None:
+    def _leave(self) -> NoReturn:
+        self.tether.send("stopped", step=self.progress.step, path=str(self.lineage.parent))
+        raise StoppedAfterSave(f"stopped after step {self.progress.step}")
+
+    def _holds_checkpoint(self) -> bool:
+        """Whether there is one in the run's own folder: a branch from elsewhere has none at first."""
+        parent = self.lineage.parent
+        return parent is not None and parent.resolve().parent == (self.plan.run_dir / CHECKPOINTS).resolve()
+
+    def _make_up_for_validation(self) -> None:
+        """Do the validation that a hurried stop left out after the window that the run goes on from; collective."""
+        if not self._due(self.built.config.eval.every) or self.progress.step == 0:
+            return
+        owed = self.metrics is not None and self.metrics.lacks_validation
+        if self.built.comm.agree("owed validation", owed)[0]:
+            self._evaluate(may_leave=True)
+            if self._stopping:
+                self._leave()
+
+    def _evaluate(self, *, may_leave: bool) -> None:
         self.built.comm.enter("validation")
-        found = evaluate(self.built, self._asked_to_stop)
+        found = evaluate(self.built, lambda: self.tether.stop_requested, may_leave=may_leave)
+        self.built.comm.enter("between steps")
         self._stopping |= found.stopping
+        if not found.whole:  # made up for by the next start
+            return
         row: dict[str, Any] = {"step": self.progress.step, "val_loss": found.loss, "val_tokens": found.tokens}
         if found.bits_per_byte is not None:
             row["bits_per_byte"] = found.bits_per_byte
@@ -198,6 +229,8 @@ class Trainer:
         self.built.comm.enter("save")
         saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step
+        if self.metrics is not None:
+            self.metrics.saved()
         self.built.comm.enter("between steps")
         for note in saved.notes:
             self._note(note, once=False)
@@ -223,8 +256,10 @@ class Trainer:
     @property
     def total_steps(self) -> int | None:
         """The run's length in windows, where it is known beforehand."""
-        train = self.built.config.train
-        return train.steps or (self.built.schedule.total_steps if train.epochs is not None else None)
+        train, data = self.built.config.train, self.built.config.data
+        if train.epochs is None:
+            return train.steps
+        return train.epochs * windows_per_epoch(self.built.loader.samples, train.global_batch_size, data.drop_last)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.metrics is not None and (warning := self.metrics.write(row)):

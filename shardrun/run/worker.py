@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.store import CHECKPOINTS, step_of
 from shardrun.config.load import from_mapping
 from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import PICTURE, write_curve
@@ -65,8 +66,14 @@ def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     )
     trainer = Trainer(built, tether, plan, progress, lineage, witness=witness)
     if built.comm.rank == 0 and not trainer.finished:  # a finished run is left exactly as it is
-        trainer.metrics = MetricsFile(run_dir, progress.step)
+        trainer.metrics = MetricsFile(run_dir, progress.step, later=_later_checkpoint(run_dir, progress.step))
     return trainer
+
+
+def _later_checkpoint(run_dir: Path, step: int) -> bool:
+    """Whether the run's folder holds a checkpoint of a later step than it goes on from."""
+    folder = run_dir / CHECKPOINTS
+    return any((step_of(one.name) or 0) > step for one in folder.iterdir()) if folder.is_dir() else False
 
 
 def _draw_curve(run_dir: Path, tether: Tether) -> None:

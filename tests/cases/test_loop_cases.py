@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.training import RECIPES, Trained, document, trained
+import pytest
+
+from tests.support.training import RECIPES, Trained, document, train, trained
 
 NET = RECIPES / "verify_net.py"
 SECTIONS: dict[str, Any] = {
@@ -105,3 +107,123 @@ def test_the_randomness_of_a_validation_does_not_depend_on_the_world_size(tmp_pa
                           samples=samples, val=val)  # fmt: skip
         found += [row["val_loss"] for row in trained(config).rows if "val_loss" in row]
     assert abs(found[0] - found[1]) < 1e-12, found
+
+
+# ---- stops ---------------------------------------------------------------------------------------------------------
+
+STOPS = """
+
+import os
+import signal
+
+_loss = loss
+
+
+def loss(model, batch, world):
+    marker = Path(__file__).with_name("stopped")
+    if not marker.exists() and model.training == TRAINING and batch.tolist() == [4.0]:
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return _loss(model, batch, world)
+"""
+
+
+def timeless(done: Trained) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl in order, those of validations included, without times."""
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in done.rows]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stop_does_not_wait_for_a_validation_which_is_made_up_for(tmp_path: Path, training: bool, world: int) -> None:
+    source = recipe(tmp_path, STOPS.replace("TRAINING", str(training)), RECIPES / "toy.py")
+    given = {"samples": [[float(i + 1)] for i in range(8)], "val": [[float(i)] for i in range(40)]}
+    sections = {
+        "train": {"steps": 4, "global_batch_size": 2},
+        "eval": {"every": 2 if training else 1, "at_end": True},
+    }
+
+    def config(name: str) -> dict[str, Any]:
+        return document(tmp_path / name, world, sections, source, record=str(tmp_path / f"{name}-saw"), **given)
+
+    first = train(config("broken"))
+    assert set(first.codes) == {75}, first.errors
+    assert not any("val_loss" in row for row in first.rows)
+    step = 2 if training else 1
+    assert first.rows[-1]["step"] == step
+    assert first.checkpoint(step).is_dir()
+    assert len(Path(tmp_path / "broken-saw.rank-0").read_text().splitlines()) < 20
+    resumed, straight = trained(config("broken")), trained(config("straight"))
+    assert timeless(resumed) == timeless(straight)
+    assert sum("val_loss" in row for row in resumed.rows) == (2 if training else 4)
+    assert resumed.model(4)["w"] == straight.model(4)["w"]
+
+
+# ---- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_data_names_the_step_under_way_and_the_data(tmp_path: Path) -> None:
+    more = """
+
+class Broken:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise ValueError("no such sample")
+        return [1.0]
+
+
+def build_data(args, split):
+    return Broken() if split == "train" else args.val
+"""
+    sections = {"train": {"steps": 4, "global_batch_size": 2}, "eval": {"every": 2}}
+    config = document(tmp_path / "run", 1, sections, recipe(tmp_path, more, RECIPES / "toy.py"), samples=[[1.0]])
+    done = train(config)
+    assert "no such sample" in done.errors[0]
+    assert done.places == [(3, "data")]
+
+
+def test_a_branch_has_a_checkpoint_of_its_own_at_once(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 6}, "checkpoint": {"keep": 5}}
+    parent = trained(document(tmp_path / "parent", 1, sections, samples=[[1.0]] * 6), stop_at=2)
+    branch = document(tmp_path / "branch", 1, sections, samples=[[1.0]] * 6)
+    done = trained(branch, stop_at=5, resume_from=str(parent.checkpoint(2)))
+    assert sorted(path.name for path in (done.run_dir / "checkpoints").glob("step-*")) == [
+        "step-0000000003",
+        "step-0000000005",
+    ]
+
+
+def test_the_length_of_a_run_in_epochs_is_not_that_of_its_schedule(tmp_path: Path) -> None:
+    sections = {
+        "train": {"steps": None, "epochs": 2, "global_batch_size": 2},
+        "schedule": {"name": "linear", "total_steps": 100},
+    }
+    done = trained(document(tmp_path / "run", 1, sections, samples=[[1.0]] * 5))
+    totals = {event["total_steps"] for event in done.events if "total_steps" in event}
+    assert (totals, done.steps[-1]["step"]) == ({6}, 6)
+
+
+def test_an_abandoned_branch_leaves_the_rows_of_the_run(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 4}, "checkpoint": {"every": 2, "keep": 5}}
+    samples = [[1.0], [2.0], [3.0], [4.0]]
+    whole = trained(document(tmp_path / "run", 1, sections, samples=samples))
+    before = whole.run_dir.joinpath("metrics.jsonl").read_bytes()
+    source = recipe(tmp_path, "\n\ndef loss(model, batch, world):\n    raise ValueError('no')\n", RECIPES / "toy.py")
+    given = {"resume_from": str(whole.checkpoint(2)), "accept_changes": True}
+    failed = train(document(tmp_path / "run", 1, sections, source, samples=samples), **given)
+    assert failed.codes != [0]
+    assert "no" in failed.errors[0]
+    assert whole.run_dir.joinpath("metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_that_cannot_be_written_cost_one_warning(tmp_path: Path) -> None:
+    config = document(tmp_path / "run", 1, {"train": {"steps": 3}}, samples=[[1.0]] * 3)
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    done = train(config)
+    assert done.codes == [0], done.errors
+    assert [text for text in done.texts("warning") if "goes on without metrics" in text] == [
+        f"{tmp_path}/run/metrics.jsonl: Is a directory; training goes on without metrics"
+    ]

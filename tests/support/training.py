@@ -27,6 +27,8 @@ class Trained:
     events: list[dict[str, Any]]
     run_dir: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
+    places: list[tuple[int, str]] = field(default_factory=list)
+    """Step and phase in which each rank was last seen."""
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -89,8 +91,8 @@ def train(config: Mapping[str, Any], **options: Any) -> Trained:
     job = {"config": dict(config), "run_dir": str(run_dir), "options": options}
     world_size = config["topology"]["world_size"]
     ended = run_ranks(world_size, _work, job, timeout_s=90, open_comm=False, debug="OFF")
-    codes, errors, events = (list(column) for column in zip(*ended, strict=True))
-    return Trained(codes, errors, events[0], run_dir, read_rows(run_dir / "metrics.jsonl"))
+    codes, errors, events, places = (list(column) for column in zip(*ended, strict=True))
+    return Trained(codes, errors, events[0], run_dir, read_rows(run_dir / "metrics.jsonl"), places)
 
 
 def trained(config: Mapping[str, Any], **options: Any) -> Trained:
@@ -100,7 +102,7 @@ def trained(config: Mapping[str, Any], **options: Any) -> Trained:
     return done
 
 
-def _work(seat: Seat, job: Mapping[str, Any]) -> tuple[int, str, list[dict[str, Any]]]:
+def _work(seat: Seat, job: Mapping[str, Any]) -> tuple[int, str, list[dict[str, Any]], tuple[int, str]]:
     os.environ |= {"RANK": str(seat.rank), "WORLD_SIZE": str(seat.world_size), "SHARDRUN_INIT_FILE": seat.init_file}
     from shardrun.run.tether import Tether
     from shardrun.run.worker import run_worker
@@ -109,4 +111,9 @@ def _work(seat: Seat, job: Mapping[str, Any]) -> tuple[int, str, list[dict[str, 
     tether = Tether.from_env(lambda rank, event: events.append(dict(event)))
     code = tether.run(lambda tied: run_worker(job, tied))
     failure = tether.failure
-    return code, "" if failure is None else f"{failure.type}: {failure.message}", events
+    return (
+        code,
+        "" if failure is None else f"{failure.type}: {failure.message}",
+        events,
+        (tether.status.status.step, tether.status.status.phase),
+    )
