@@ -263,3 +263,60 @@ def test_required_resume_finds_a_checkpoint(trained: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
     code, program = ended(trained, "checkpoint.resume=required")
     assert (code, program.stdout.splitlines()[-1]) == (0, "already finished at step 2: nothing to do")
+
+
+# ---- going on ------------------------------------------------------------------------------------------------------
+
+
+def again(program: Program) -> str:
+    """The command that the program says to go on with, or to start again with."""
+    found = re.findall(r"^(?:go on with|start again): +(.+)$", program.stdout + program.stderr, re.MULTILINE)
+    assert len(found) == 1, found
+    return str(found[0])
+
+
+def test_the_command_to_go_on_keeps_what_was_asked_for_until_a_checkpoint_is_there(
+    trained: Path, tmp_path: Path
+) -> None:
+    source = trained.parent / "run"
+    words = ["--resume-from", str(source), "--accept-changes"]
+    one_rank = {"world_size": 1}
+    config = write_config(
+        tmp_path, recipe_args={"fault": "raise", "rank": 0, "at": 1}, train={"steps": 5}, topology=one_rank
+    )
+    code, program = ended(config, *words)
+    assert code == 1
+    assert newest(tmp_path / "run") is None
+    assert again(program) == f"python -m shardrun train {config} --resume-from {source} --accept-changes"
+    # The same command without the fault saves, and from then on the folder speaks for itself.
+    write_config(tmp_path, train={"steps": 5}, topology=one_rank, optimizer={"lr": 0.5})
+    code, program = ended(config, *words, "--stop-at", "3")
+    assert code == 75
+    assert again(program) == f"python -m shardrun train {config}"
+    assert ended(config)[0] == 0
+
+
+def test_another_checkpoint_holds_the_config_before_a_start(trained: Path, tmp_path: Path) -> None:
+    source = trained.parent / "run"
+    config = write_config(tmp_path, train={"steps": 5}, topology={"world_size": 1})
+    with pytest.raises(UsageError, match=re.escape(f"{source}: this run was trained with another config")) as refused:
+        train.run(config, ["optimizer.lr=0.5"], resume_from=source)
+    assert "optimizer.lr: saved 0.01, now 0.5" in str(refused.value)
+    with pytest.raises(UsageError):
+        train.run(config, ["optimizer.lr=0.5"], resume_from=source, fresh=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_a_stop_that_lies_behind_is_refused(trained: Path, stop_at: int) -> None:
+    before = tree(trained.parent / "run")
+    with pytest.raises(UsageError, match=f"--stop-at {stop_at} lies behind: .* is of step 2; give a step after 2"):
+        train.run(trained, ["train.steps=5"], stop_at=stop_at)
+    assert tree(trained.parent / "run") == before
+    # A finished run has nothing to stop, whatever its length is counted in.
+    for length in ([], ["train.steps=null", "train.tokens=8"]):
+        code, program = ended(trained, "--stop-at", str(stop_at), *length)
+        assert code == 0, program.stderr
+        assert "already finished at step 2: nothing to do" in program.stdout
+    with pytest.raises(UsageError, match="lies behind"):
+        train.run(trained, ["train.steps=null", "train.epochs=1"], stop_at=stop_at)
