@@ -44,7 +44,6 @@ class Recipe:
         self.collate: Callable[[list[Any]], Any] | None = functions.get("collate")
         self.metrics: Callable[[float, int], dict[str, float]] | None = functions.get("metrics")
         self.on_save: Callable[[nn.Module, Path], None] | None = functions.get("on_save")
-        self.global_name: Callable[[str, World], str] | None = functions.get("global_name")
         self.bytes_per_token = _bytes_per_token(module, self.args, source)
 
     def build_model(self, world: World) -> nn.Module:

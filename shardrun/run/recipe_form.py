@@ -20,7 +20,6 @@ REQUIRED = {
 }
 OPTIONAL = {
     "collate": ("samples",),
-    "global_name": ("path", "world"),
     "metrics": ("loss", "weight"),
     "on_save": ("model", "folder"),
 }
@@ -46,6 +45,11 @@ def find_functions(module: ModuleType, source: str) -> dict[str, Any]:
         if problem:
             problems.append(f"{source}: {problem}")
         found[name] = function
+    if hasattr(module, "global_name"):
+        problems.append(
+            f"{source}: global_name is defined, but names of parts of a model over several ranks come later: every "
+            "rank has the whole model; remove global_name"
+        )
     if problems:
         raise ConfigError(problems)
     return found

@@ -109,6 +109,7 @@ def test_the_run_is_named_after_any_file(folder: Path) -> None:
         ("topology: {timeout_s: .inf}", "c.yaml:9:23: topology.timeout_s: needs a finite number, found inf"),
         ("topology: {timeout_s: true}", "c.yaml:9:23: topology.timeout_s: needs a number, found true"),
         ("topology: {timeout_s: 0}", "c.yaml:9:23: topology.timeout_s: 0 is out of range; allowed: above 0"),
+        ("schedule: {min_lr_ratio: 0.1}", "min_lr_ratio: 0.1 has no effect with schedule.name constant; choose linear"),
         ("schedule: {min_lr_ratio: 2}", "c.yaml:9:26: schedule.min_lr_ratio: 2 is out of range; allowed: at most 1"),
         ("schedule: {name: Cosine}", "found text 'Cosine'; allowed: constant, linear, cosine; did you mean cosine?"),
         ("schedule: 5", "c.yaml:9:11: schedule: needs a section (key: value), found 5"),
