@@ -22,8 +22,9 @@ from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError, LaunchError, UsageError
 from shardrun.report import TrainScreen
 from shardrun.run.changes import changes, refusal
-from shardrun.run.launch import launch, write_exit
-from shardrun.run.outcome import Outcome, RankEnd, judge
+from shardrun.run.exit_file import forget_exit, write_exit
+from shardrun.run.launch import launch
+from shardrun.run.outcome import Outcome, RankEnd, cut_short, judge
 from shardrun.run.streams import RankLog
 from shardrun.run.tether import Tether
 from shardrun.run.worker_process import Job
@@ -44,7 +45,7 @@ def run(
     """Run the config to its end and return the exit code.
 
     Raises what forbids a start, before anything is written: ConfigError, UsageError, CheckpointError (nothing to resume
-    from), LaunchError (the folder is in use). Started by torchrun or SLURM, this process is one rank of the run.
+    from), LaunchError (the folder is in use). Started by torchrun, this process is one rank of the run.
     """
     settings = load(config, overrides)
     by_environment = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -190,6 +191,8 @@ def _owned(settings: Config, by_environment: bool) -> Iterator[int]:
         yield 0
         return
     with RunLock(settings.run.dir) as lock:
+        if by_environment:  # else the launcher does it
+            forget_exit(settings.run.dir)
         path, text = settings.run.dir / RESOLVED, resolved_yaml(settings)
         try:
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
@@ -234,6 +237,7 @@ def _run_as_rank(
         log.write(screen.event(rank, event))
 
     tether = Tether.from_env(sink)
+    tether.before_interrupt = lambda: write_exit(run_dir, cut_short())
     for note in notes if tether.rank == 0 else []:
         tether.send("note", text=note)
     from shardrun.run.worker import run_worker

@@ -16,6 +16,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from shardrun.errors import LaunchError
+from shardrun.run.exit_file import forget_exit, write_exit
 from shardrun.run.outcome import Outcome, judge
 from shardrun.run.tether import SAME_WISH_S, STOP_SIGNALS
 from shardrun.run.worker_process import Job, WorkerProcess, start_worker, store_socket
@@ -31,8 +33,9 @@ from shardrun.run.worker_process import Job, WorkerProcess, start_worker, store_
 GRACE_S = 2.0
 TEARDOWN_S = 10.0
 _POLL_S = 0.05
-# What a worker says before it does anything that leaves a trace.
-_TALK = frozenset({"start", "resumed", "note", "finished"})
+# What is said before anything has begun. All else, and whatever the ranks print, goes to the logs at once: it may be
+# the last thing that anybody hears.
+_TALK = frozenset({"resumed", "note"})
 
 
 class Screen(Protocol):
@@ -45,18 +48,48 @@ class Screen(Protocol):
 def launch(job: Job, screen: Screen) -> Outcome:
     """Run `job` to its end. No process of it is left when this returns or raises.
 
-    In the main thread the stop signals are taken over for that time. Raises LaunchError if a worker cannot be started.
+    The caller owns the run's folder. In the main thread the stop signals are taken over for that time. Raises
+    LaunchError if a worker cannot be started, or if there is no room for the launch's own small files.
     """
-    control = Path(tempfile.mkdtemp(prefix="shardrun-"))
-    run = _Run(job, screen, control)
+    with _control_folder(job) as control:
+        with _starting(job):
+            run = _Run(job, screen, control)
+        try:
+            with _signals(run.on_signal):
+                with _starting(job):
+                    run.start()
+                run.watch()
+            return run.outcome()
+        finally:
+            run.end()
+
+
+@contextlib.contextmanager
+def _control_folder(job: Job) -> Iterator[Path]:
+    """A folder of this launch alone, with the job in it."""
+    control: Path | None = None
     try:
-        with _signals(run.on_signal):
-            run.start()
-            run.watch()
-        return run.outcome()
+        try:
+            control = Path(tempfile.mkdtemp(prefix="shardrun-"))
+            (control / "job.json").write_text(json.dumps(job.document))
+        except OSError as error:
+            folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+            raise LaunchError(
+                f"{folder}: cannot be used for the launch's own files: {error.strerror}; make room there, or give "
+                "another folder with TMPDIR=..."
+            ) from error
+        yield control
     finally:
-        run.end()
-        shutil.rmtree(control, ignore_errors=True)
+        if control is not None:
+            shutil.rmtree(control, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _starting(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"cannot start {job.command[0]}: {error.strerror}") from error
 
 
 class _Run:
@@ -72,23 +105,24 @@ class _Run:
         self._kill_at: float | None = None
         self._total_steps: int | None = None
         self._nothing_to_do = False
+        self._logs_released = False
+        self._put_exit_back: Callable[[], None] | None = None
         self._life_fd = -1
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all workers; none waits for another."""
-        (self._control / "job.json").write_text(json.dumps(self._job.document))
+        """Start all workers; none waits for another. OSError if one cannot be started."""
+        self._put_exit_back = forget_exit(self._job.run_dir)
         life_read, self._life_fd = os.pipe()
-        store = store_socket() if self._job.world_size > 1 else None
+        store: socket.socket | None = None
         try:
+            store = store_socket() if self._job.world_size > 1 else None
             for rank in range(self._job.world_size):
                 worker = start_worker(self._job, rank, self._control, life_read, store)
                 self._workers.append(worker)
                 self._selector.register(worker.out_fd, selectors.EVENT_READ, (worker, self._take_output))
                 self._selector.register(worker.event_fd, selectors.EVENT_READ, (worker, self._take_events))
-        except OSError as error:
-            raise LaunchError(f"cannot start {self._job.command[0]}: {error.strerror}") from error
         finally:
             os.close(life_read)
             if store is not None:
@@ -131,6 +165,7 @@ class _Run:
     def _take_output(self, worker: WorkerProcess, chunk: bytes) -> None:
         for line in worker.output.feed(chunk) if chunk else worker.output.close():
             self._screen.output(worker.rank, line)
+            self._release_logs()
             self._write_log(worker, [line])
 
     def _take_events(self, worker: WorkerProcess, chunk: bytes) -> None:
@@ -148,6 +183,9 @@ class _Run:
             self._screen.event(worker.rank, {"event": "warning", "text": problem})
 
     def _release_logs(self) -> None:
+        if self._logs_released:
+            return
+        self._logs_released = True
         for worker in self._workers:
             worker.log.release()
             self._write_log(worker, [])
@@ -192,6 +230,12 @@ class _Run:
             interrupted=self._interrupted,
         )
         if outcome.exit_code == 0 and self._nothing_to_do:
+            for worker in self._workers:
+                worker.log.take_back()
+            if self._put_exit_back is not None:
+                self._put_exit_back()
+            else:
+                write_exit(self._job.run_dir, outcome)
             return outcome
         self._release_logs()
         for worker, end in zip(self._workers, outcome.ends, strict=True):
@@ -207,20 +251,6 @@ class _Run:
         self._selector.close()
         if self._life_fd >= 0:
             os.close(self._life_fd)
-
-
-def write_exit(run_dir: Path, outcome: Outcome) -> None:
-    """Write RUN_DIR/exit.json; under torchrun it is the only place that has the exit code."""
-    document: dict[str, Any] = {"exit_code": outcome.exit_code, "reason": outcome.reason, "time": time.time()}
-    if outcome.culprit is not None:
-        cause, place = outcome.culprit.failure, outcome.culprit.status
-        document |= {"rank": outcome.culprit.rank, "step": place.step, "phase": place.phase}
-        if cause is not None:
-            document |= {"type": cause.type, "message": cause.message, "file": cause.file, "line": cause.line}
-    part = run_dir / f"exit.json.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        part.write_text(json.dumps(document, indent=1) + "\n")
-        part.replace(run_dir / "exit.json")
 
 
 @contextlib.contextmanager

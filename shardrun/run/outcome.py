@@ -53,6 +53,11 @@ class Outcome:
     ends: tuple[RankEnd, ...]
 
 
+def cut_short(ends: tuple[RankEnd, ...] = ()) -> Outcome:
+    """The outcome of a second Ctrl-C."""
+    return Outcome(Interrupted.exit_code, "interrupted, nothing saved", None, ends)
+
+
 def judge(ends: Sequence[RankEnd], total_steps: int | None, *, stopping: bool, interrupted: bool) -> Outcome:
     """The outcome of a run whose workers came to these `ends`.
 
@@ -68,7 +73,7 @@ def judge(ends: Sequence[RankEnd], total_steps: int | None, *, stopping: bool, i
         said = ", ".join(f"rank {end.rank} with {end.status.code}" for end in ends)
         return Outcome(1, f"the ranks left with different codes: {said}", None, ends)
     if interrupted:
-        return Outcome(Interrupted.exit_code, "interrupted, nothing saved", None, ends)
+        return cut_short(ends)
     culprit = _culprit(ends)
     if stopping and culprit.code == -signal.SIGTERM:
         return Outcome(Interrupted.exit_code, "interrupted before it could save", None, ends)

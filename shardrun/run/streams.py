@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,8 +34,8 @@ def _text(line: bytes) -> str:
 
 
 class RankLog:
-    """The log file of one rank, appended to. Lines are held back until `release`, so that a run with nothing to do
-    leaves no trace. A full disk ends the log, never the run.
+    """The log file of one rank, appended to. Lines are held back until `release`. A full disk ends the log, never the
+    run. A run that had nothing to do leaves no trace: `take_back`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,6 +44,7 @@ class RankLog:
         self._ended = False
         self._held: list[str] | None = []
         self._file: BinaryIO | None = None
+        self._before: os.stat_result | None = None
 
     def write(self, lines: list[str]) -> None:
         """Append `lines`."""
@@ -51,6 +54,7 @@ class RankLog:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._before = self.path.stat() if self.path.exists() else None
                     self._file = self.path.open("ab", buffering=0)
                 self._file.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
             except OSError as error:
@@ -67,6 +71,19 @@ class RankLog:
         if self._held is not None:
             held, self._held = self._held, None
             self.write(held)
+
+    def take_back(self) -> None:
+        """Make the file what it was, its time included, and close it; of a file that was not there nothing is left."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._before is None:
+                self.path.unlink()
+                self.path.parent.rmdir()  # the last log to go takes the folder along
+            else:
+                self._file.truncate(self._before.st_size)
+                os.utime(self._file.fileno(), ns=(self._before.st_atime_ns, self._before.st_mtime_ns))
+        self.close()
 
     def close(self) -> None:
         """Close the file; what was never released is dropped."""

@@ -1,7 +1,7 @@
 """A worker's ties to the process that started it: life, requests to stop, events, status, errors. No torch here.
 
-Started by `shardrun train`, a worker finds them in its environment (SHARDRUN_...). Under torchrun or SLURM there is
-no such parent: the status stays in the process and events go to the caller's own screen.
+Started by `shardrun train`, a worker finds them in its environment (SHARDRUN_...). Under torchrun there is no
+such parent: the status stays in the process and events go to the caller's own screen.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Tether:
         self.status = status
         self.failure: Failure | None = None
         """What `run` caught, if anything."""
+        self.before_interrupt: Callable[[], None] | None = None
+        """Called on a second Ctrl-C, right before the process leaves with 130, where no launcher says how it ended."""
         self._sink = sink
         self._error_path = error_path
         self._is_child = is_child
@@ -139,6 +141,8 @@ class Tether:
         if self._stop_asked is None:
             self._stop_asked = now
         elif number == signal.SIGINT and not self._is_child and now - self._stop_asked > SAME_WISH_S:
+            if self.before_interrupt is not None:
+                self.before_interrupt()
             # Nothing on disk is half done at any moment, and no code may go on from here.
             os._exit(130)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import Program, pretended, started, until
+from tests.support.launching import Program, pretended, started, until, write_config
 
 
 def deed(rank: int, at: int, do: str, **others: Any) -> dict[str, Any]:
@@ -315,6 +315,108 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> No
     code, program = ended(tmp_path, steps=3)
     assert code == 0
     assert program.stdout.count("the log of this rank ends here") == 2
+
+
+@pytest.mark.parametrize("hangs", ["output", "start"])
+def test_what_came_before_a_hang_is_in_the_log_of_a_killed_launch(tmp_path: Path, hangs: str) -> None:
+    with started(pretended(tmp_path, hangs=hangs), tmp_path) as program:
+        last = "user print while loading" if hangs == "output" else "2 ranks on cpu"
+        program.until(last)
+        log = tmp_path / "run" / "logs" / "rank-0.log"
+        until(log.exists, 5, "no log")
+        time.sleep(0.1)
+        program.signal(signal.SIGKILL)
+        program.wait()
+    lines = log.read_text().splitlines()
+    assert lines[0] == "about to load"
+    assert lines[1].startswith(last)
+
+
+@pytest.mark.parametrize("before", [None, "an earlier start\n"])
+def test_a_run_that_is_already_finished_leaves_its_logs_as_they_are(tmp_path: Path, before: str | None) -> None:
+    logs = tmp_path / "run" / "logs"
+    if before is not None:
+        logs.mkdir(parents=True)
+        (logs / "rank-0.log").write_text(before)
+        os.utime(logs / "rank-0.log", ns=(10**18, 10**18))
+    code, program = ended(tmp_path, already=True)
+    assert (code, program.stderr) == (0, "")
+    assert "[rank 0] user print while loading" in program.stdout.splitlines()
+    if before is None:
+        assert not logs.exists()
+    else:
+        assert [path.name for path in logs.iterdir()] == ["rank-0.log"]
+        assert (logs / "rank-0.log").read_text() == before
+        assert (logs / "rank-0.log").stat().st_mtime_ns == 10**18
+
+
+def test_exit_json_never_tells_of_an_earlier_start(tmp_path: Path) -> None:
+    with started(pretended(tmp_path, steps=1000), tmp_path) as program:
+        program.until("step 2/1000")
+        assert not (tmp_path / "run" / "exit.json").exists()
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 75
+    assert exit_document(tmp_path)["exit_code"] == 75
+    with started(pretended(tmp_path, steps=1000), tmp_path) as program:
+        program.until("step 2/1000")
+        program.signal(signal.SIGKILL)
+        program.wait()
+    assert not (tmp_path / "run" / "exit.json").exists()
+    # A finished run says so, whatever was there; what says so already stays as it is.
+    (tmp_path / "run" / "exit.json").write_text('{"exit_code": 75}')
+    assert ended(tmp_path, already=True)[0] == 0
+    assert exit_document(tmp_path)["exit_code"] == 0
+    os.utime(tmp_path / "run" / "exit.json", ns=(10**18, 10**18))
+    before = exit_document(tmp_path)
+    assert ended(tmp_path, already=True)[0] == 0
+    assert exit_document(tmp_path) == before
+    assert (tmp_path / "run" / "exit.json").stat().st_mtime_ns == 10**18
+
+
+def test_exit_json_of_a_rank_of_torchrun_tells_of_no_earlier_start_and_of_a_second_ctrl_c(tmp_path: Path) -> None:
+    config = write_config(tmp_path, topology={"world_size": 1})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "exit.json").write_text('{"exit_code": 75}')
+    worker = (
+        "import sys, time, types\n"
+        "def run_worker(document, tether):\n    print('at work', flush=True)\n    time.sleep(600)\n"
+        "sys.modules['shardrun.run.worker'] = types.SimpleNamespace(run_worker=run_worker)\n"
+        "from pathlib import Path\nfrom shardrun.cli import train\n"
+        f"sys.exit(train.run(Path({str(config)!r}), []))\n"
+    )
+    command = ["env", "RANK=0", "WORLD_SIZE=1", sys.executable, "-c", worker]
+    with started(command, tmp_path) as program:
+        program.until("at work")
+        assert not (tmp_path / "run" / "exit.json").exists()
+        program.signal(signal.SIGINT)
+        time.sleep(0.3)
+        program.signal(signal.SIGINT)
+        assert program.wait(10) == 130
+    assert exit_document(tmp_path)["exit_code"] == 130
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("tempfile.tempdir = '/no/such/folder'", "/no/such/folder: cannot be used for the launch's own files"),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))", "{tmp}: cannot be used for the launch's own files"),
+        ("resource.setrlimit(resource.RLIMIT_NOFILE, (6, 4096))", "cannot start"),
+    ],
+)
+def test_a_launch_without_room_for_its_own_files_is_a_launch_error(tmp_path: Path, fault: str, said: str) -> None:
+    script = (
+        "import os, resource, sys, tempfile\nfrom pathlib import Path\n"
+        "from shardrun.errors import LaunchError\nfrom shardrun.report import TrainScreen\n"
+        "from shardrun.run.launch import launch\nfrom shardrun.run.worker_process import Job\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n{fault}\n"
+        "try:\n    launch(Job({'a': 1}, Path('.'), 2, command=(sys.executable,)), TrainScreen())\n"
+        "except LaunchError as error:\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n    print(error)\n    sys.exit(error.exit_code)\n"
+    )
+    with started([sys.executable, "-c", script], tmp_path) as program:
+        assert program.wait() == 5, program.stderr
+    assert program.stdout.startswith(said.format(tmp=tmp_path))
+    assert not list(tmp_path.glob("shardrun-*"))
 
 
 def test_a_program_that_is_not_there_is_a_launch_error(tmp_path: Path) -> None:

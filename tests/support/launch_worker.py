@@ -88,6 +88,10 @@ def body(tether: Tether) -> int:
     """The steps of the job, until the end, a request to stop or a misdeed."""
     options: dict[str, Any] = tether.job()["options"]
     deed = options["deeds"].get(str(tether.rank), {"at": 0, "do": ""})
+    if options.get("already"):
+        return already(tether, options)
+    if tether.rank == 0 and options.get("hangs"):
+        hang(tether, options["hangs"])
     wire = Wire(tether, options.get("timeout_s", 60.0))
     if tether.rank == 0:
         tether.send("start", world_size=tether.world_size, device="cpu", backend="none", first_step=0,
@@ -109,6 +113,29 @@ def body(tether: Tether) -> int:
     if tether.rank == 0:
         tether.send("finished", step=options["steps"])
     return 0
+
+
+def already(tether: Tether, options: dict[str, Any]) -> int:
+    """Say what a finished run says, with a line of the user's own before."""
+    if tether.rank == 0:
+        print("user print while loading", flush=True)
+        tether.send("resumed", step=options["steps"], path="a checkpoint")
+        tether.send("start", world_size=tether.world_size, device="cpu", backend="none",
+                    first_step=options["steps"], total_steps=options["steps"], tables=[])  # fmt: skip
+        tether.send("finished", step=options["steps"], already=True)
+    return 0
+
+
+def hang(tether: Tether, after: str) -> NoReturn:
+    """Come no further than the user's own loading, or than the start."""
+    tether.send("note", text="about to load")
+    if after == "start":
+        tether.send("start", world_size=tether.world_size, device="cpu", backend="none", first_step=0,
+                    total_steps=None, tables=[])  # fmt: skip
+    else:
+        print("user print while loading", flush=True)
+    time.sleep(600)
+    raise AssertionError
 
 
 def save(tether: Tether, step: int, options: dict[str, Any]) -> NoReturn:
