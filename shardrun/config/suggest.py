@@ -49,6 +49,8 @@ def meant(path: KeyPath, data: Any) -> str:
     section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     optimizer = data.get("optimizer") if isinstance(data, Mapping) else None
     chosen = optimizer.get("name") if isinstance(optimizer, Mapping) else None
+    if not isinstance(chosen, str):  # wrong itself, and told as that
+        chosen = None
     known = list(_known(chosen))
     if section == "optimizer" and (owners := [key for key, model in OPTIMIZERS.items() if name in model.model_fields]):
         return f"{name} is a key of {' and '.join(owners)}, and optimizer.name is {chosen}"

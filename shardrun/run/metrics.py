@@ -110,6 +110,9 @@ class MetricsFile:
         """Put back what a start that never saved had put aside, in the place of its own rows."""
         if not self._aside.exists():
             return
+        if not self.path.exists():  # somebody took it away, and with it the place of these rows
+            self._aside.unlink()
+            return
         with self._aside.open("rb") as aside, self.path.open("r+b") as file:
             at = int(aside.readline())
             file.seek(at)

@@ -86,6 +86,12 @@ def test_the_run_is_named_after_any_file(folder: Path) -> None:
     assert load(path).run.name == "my-first-run-"
 
 
+def test_an_unknown_key_beside_an_optimizer_without_a_name_is_told(folder: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(written(folder, GOOD + "topolgy: {}\n"), ["optimizer.name=[]"])
+    assert any("did you mean topology?" in problem for problem in refusal.value.problems)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
