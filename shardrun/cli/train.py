@@ -131,9 +131,11 @@ def _to_go_on_from(source: Path, allow_fallback: bool) -> dict[str, Any] | None:
     """The manifest of the checkpoint that the workers will take up; None where it is for them to say what is wrong."""
     found = next((one for one in candidates(source) if one.complete or not allow_fallback), None)
     try:
-        return None if found is None else read_manifest(found.path)[0]
+        saved = {} if found is None else read_manifest(found.path)[0]
     except (CheckpointError, OSError):
         return None
+    sections = (saved.get(name) for name in ("meaning", "counters", "data"))
+    return saved if all(isinstance(section, dict) for section in sections) else None
 
 
 def _check_changes(settings: Config, source: Path, saved: Mapping[str, Any], accept: bool) -> list[str]:
@@ -150,7 +152,7 @@ def _check_changes(settings: Config, source: Path, saved: Mapping[str, Any], acc
 
 def _check_stop(settings: Config, source: Path, saved: Mapping[str, Any], stop_at: int | None) -> None:
     """Refuse a stop that lies behind; a finished run has nothing left to stop and is left as it is."""
-    step = saved["counters"]["step"]
+    step = saved["step"]
     if stop_at is not None and stop_at <= step and not _finished(settings, saved):
         raise UsageError(
             f"--stop-at {stop_at} lies behind: the checkpoint in {source} is of step {step}; "
@@ -161,9 +163,8 @@ def _check_stop(settings: Config, source: Path, saved: Mapping[str, Any], stop_a
 def _finished(settings: Config, saved: Mapping[str, Any]) -> bool:
     train, counters = settings.train, saved["counters"]
     if train.epochs is not None:
-        return bool(counters["position"] >= train.epochs * saved["data"]["samples"])
-    done, length = (counters["step"], train.steps) if train.tokens is None else (counters["tokens"], train.tokens)
-    return bool(length is not None and done >= length)
+        return bool(counters.get("position", 0) >= train.epochs * saved["data"].get("samples", 0))
+    return bool(saved["step"] >= train.steps if train.steps else counters.get("tokens", 0) >= (train.tokens or 0))
 
 
 def _command(

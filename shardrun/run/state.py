@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,26 +150,41 @@ def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
 
 def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
     """Refuse what means something else than what was saved, or fit the record to what is accepted; collective."""
-    recipe = recipe_changes(loaded.manifest, built.recipe.source, built.recipe.sha256)
-    changed = _of_any_rank(built, "changes", [*changes(loaded.manifest, built.config), *recipe])
-    if changed and not accepts:
-        raise by_all(refusal(source, changed))
-    zero2 = built.zero2
-    group, meta = loaded.manifest["groups"][zero2.name], zero2.record_meta()
-    misfits: list[str] = []
-    if accepts:
-        misfits = optimizer_misfits(group["optimizer"], meta["optimizer"], zero2.kind.keys)
-        group = {**group, "optimizer": meta["optimizer"]}
-    misfits += group_violations(group, {key: meta[key] for key in ("optimizer", "layout")})
-    if misfits := _of_any_rank(built, "changed optimizer", misfits):
-        raise by_all(CheckpointError(f"checkpoint {loaded.path} does not fit this run: " + "\n  ".join(misfits)))
+    manifest, zero2 = loaded.manifest, built.zero2
+    recipe: list[str] = []
+
+    def changed() -> list[str]:
+        recipe.extend(recipe_changes(manifest, built.recipe.source, built.recipe.sha256))
+        return [*changes(manifest, built.config), *recipe]
+
+    lines = _of_any_rank(built, loaded, "changes", changed)
+    if lines and not accepts:
+        raise by_all(refusal(source, lines))
+    meta = zero2.record_meta()
+
+    def misfits() -> list[str]:
+        group, found = manifest["groups"][zero2.name], []
+        if accepts:
+            found = optimizer_misfits(group["optimizer"], meta["optimizer"], zero2.kind.keys)
+            group = {**group, "optimizer": meta["optimizer"]}
+        return found or group_violations(group, {key: meta[key] for key in ("optimizer", "layout")})
+
+    if lines := _of_any_rank(built, loaded, "changed optimizer", misfits):
+        raise by_all(CheckpointError(f"checkpoint {loaded.path} does not fit this run: " + "\n  ".join(lines)))
     if accepts:
         built.notes.extend(recipe)
         loaded.records[zero2.name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
 
 
-def _of_any_rank(built: Built, tag: str, lines: list[str]) -> list[str]:
-    return list(dict.fromkeys(line for told in built.comm.agree(tag, lines) for line in told))
+def _of_any_rank(built: Built, loaded: Loaded, tag: str, look: Callable[[], list[str]]) -> list[str]:
+    """Each line once that `look` gives on any rank; CheckpointError on all if a manifest cannot be looked at."""
+    lines, error = [], None
+    try:
+        lines = look()
+    except (LookupError, TypeError, AttributeError, ValueError) as broken:  # sealed, but not by a save of ours
+        told = f"checkpoint {loaded.path}: malformed manifest ({type(broken).__name__}: {broken})"
+        error = CheckpointError(told)
+    return list(dict.fromkeys(line for rank in built.comm.agree(tag, lines, error) for line in rank))
 
 
 def _attempt(built: Built) -> str:

@@ -32,6 +32,11 @@ def refused(done: Trained, code: int) -> str:
     return done.errors[0]
 
 
+def write(manifest: dict[str, Any], path: Path) -> None:
+    """Put a manifest that was changed in place of the one at `path`, with a seal that holds."""
+    path.write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -88,7 +93,7 @@ def test_the_processor_is_part_of_the_numerics(tmp_path: Path) -> None:
     here = torch.backends.cpu.get_cpu_capability()
     assert manifest["numerics"]["processor"] == {"cpu": here}
     manifest["numerics"]["processor"]["cpu"] = "ABACUS"
-    path.write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
+    write(manifest, path)
     done = train(settings)
     assert done.codes == [3, 3]
     assert f"numerics.processor.cpu: saved 'ABACUS', this run '{here}'" in done.errors[0]
@@ -158,3 +163,26 @@ def test_masters_cannot_be_switched_off(tmp_path: Path) -> None:
     done = train(without, accept_changes=True)
     assert done.codes == [3, 3]
     assert "optimizer.masters: saved True, this run False" in done.errors[0]
+
+
+@pytest.mark.parametrize("accept", [False, True])
+@pytest.mark.parametrize("lost", ["meaning", "recipe"])
+def test_a_manifest_without_a_meaning_is_no_checkpoint_of_ours(tmp_path: Path, lost: str, accept: bool) -> None:
+    settings = config(tmp_path / "run")
+    run = trained(settings, stop_at=2)
+    path = run.checkpoint(2) / "manifest.json"
+    manifest, _ = read_manifest(path.parent)
+    del manifest[lost]
+    write(manifest, path)
+    done = train(settings, accept_changes=accept)
+    assert done.codes == [3, 3], done.errors
+    assert f"checkpoint {path.parent}: malformed manifest (KeyError: '{lost}')" in done.errors[0]
+    assert done.rows == run.rows
+
+
+def test_other_option_groups_cannot_be_accepted(tmp_path: Path) -> None:
+    trained(config(tmp_path / "run", optimizer=ADAMW), stop_at=2)
+    grouped = {**ADAMW, "options": [{"match": ["w"], "lr_scale": 0.5}]}
+    done = train(config(tmp_path / "run", optimizer=grouped), accept_changes=True)
+    assert done.codes == [3, 3], done.errors
+    assert "optimizer.option groups: saved 1, this run 2; --accept-changes cannot turn" in done.errors[0]
