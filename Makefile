@@ -58,7 +58,8 @@ one: setup
 
 # The ranks and workers that the tests start are measured too; the last of them may have left their part behind.
 coverage: setup
-	@$(PY) -m coverage combine --append --quiet 2>/dev/null || true
+	@said=$$($(PY) -m coverage combine --append --quiet 2>&1) || \
+		case "$$said" in *"No data to combine"*) ;; *) echo "$$said"; exit 1;; esac
 	@echo "coverage of the step, records, checkpoint and config rooms, lines and branches:"
 	@$(PY) -m coverage report
 
