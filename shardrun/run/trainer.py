@@ -17,7 +17,7 @@ from shardrun.checkpoint.commit import Saved
 from shardrun.checkpoint.store import CHECKPOINTS
 from shardrun.data.order import Window, windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
-from shardrun.errors import EmptyWindowError, NonFiniteError, StoppedAfterSave
+from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, StoppedAfterSave
 from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
 from shardrun.run.forward import Tally, loss_of, sum_over_ranks
@@ -26,6 +26,9 @@ from shardrun.run.progress import Progress
 from shardrun.run.state import Lineage, save_checkpoint
 from shardrun.run.tether import Tether
 from shardrun.run.witness import Witness
+
+MOST_SKIPPED_IN_A_ROW = 50
+"""Windows that `train.nonfinite: skip` passes over without one update between them; a run that diverged ends then."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Trainer:
     """Whether any rank was asked to stop: all know it from the same moment on."""
     _hurried: bool = False
     """Whether it was asked from outside, by somebody who waits for the save."""
+    _skipped_in_a_row: int = 0
     _warned: set[str] = field(default_factory=set)
 
     def run(self) -> None:
@@ -79,6 +83,11 @@ class Trainer:
             if self.finished:
                 break
             self._enter_data()
+        if progress.skipped_empty and not progress.updates:
+            raise ShardrunError(
+                f"no update was made in {progress.step} windows: the loss has a gradient for none of the trained "
+                "parameters, or no weight; look for detach() and no_grad() in the recipe, and at select"
+            )
 
     # ---- one window --------------------------------------------------------------------------------------------
 
@@ -120,7 +129,11 @@ class Trainer:
                 max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm,
             )
             grad_norm = result.grad_norm
-            progress.updates += 1
+            if len(result.absent) == len(built.zero2.trainable_parameters):
+                skipped = "no gradient"
+                progress.skipped_empty += 1
+            else:
+                progress.updates += 1
             for path in result.absent:
                 self._note(f"{path} has no gradient on any rank: left alone as long as that is so")
         except EmptyWindowError:
@@ -128,12 +141,15 @@ class Trainer:
             progress.skipped_empty += 1
             built.zero2.discard_gradients()
         except NonFiniteError as error:
-            if built.config.train.nonfinite == "stop":
+            self._skipped_in_a_row += 1
+            if built.config.train.nonfinite == "stop" or self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
                 raise
             skipped = "nonfinite"
             progress.skipped_nonfinite += 1
             built.zero2.discard_gradients()
-            self._note(str(error), once=False)
+            self._note(f"window {progress.step + 1} is skipped: {error}", once=False)
+        else:
+            self._skipped_in_a_row = 0
         progress.step += 1
         requested = self.tether.stop_requested  # ranks hear of it at different moments: it takes effect in a sum
         counts = [int(tally.weight), int(requested), int(progress.step == self.plan.stop_at)]

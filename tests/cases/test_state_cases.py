@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import RECIPES, Trained, document, trained
+from tests.support.training import RECIPES, Trained, document, train, trained
 
 _GATE = str(RECIPES / "train_gate.py")
 
@@ -91,7 +91,25 @@ def test_a_micro_batch_that_no_trained_parameter_took_part_in_counts_as_zeros(tm
     config = _gated(tmp_path, 1, steps=4)
     config["select"] = {"include": ["gate"]}
     done = trained(config)
-    assert [row["updates"] for row in done.steps] == [1, 2, 3, 4]
+    assert [row["updates"] for row in done.steps] == [0, 0, 1, 2]
+    assert [row["skipped"] for row in done.steps] == ["no gradient", "no gradient", None, None]
     assert done.state(4)["gate/step"] == 2
     assert torch.equal(done.model(2)["gate"], torch.tensor(0.5))
     assert torch.equal(done.model(4)["weight"], torch.tensor([1.0, 2.0]))
+
+
+def test_a_run_without_one_update_has_failed(tmp_path: Path) -> None:
+    config = _gated(tmp_path, 2, steps=2)  # the gate gets its first gradient at the third window
+    config["select"] = {"include": ["gate"]}
+    done = train(config)
+    assert done.codes == [1, 1]
+    assert all("no update was made in 2 windows" in error for error in done.errors)
+
+
+def test_a_run_that_diverged_does_not_skip_for_ever(tmp_path: Path) -> None:
+    samples: list[list[float]] = [[1.0], *[[3e38, 3e38]] * 60]
+    sections = {"train": {"steps": 61, "global_batch_size": 1, "nonfinite": "skip"}, "checkpoint": {"every": 1}}
+    done = train(document(tmp_path, 1, sections, samples=samples))
+    assert done.codes == [6]
+    assert done.steps[-1]["step"] == 51
+    assert "window 51 is skipped" in done.texts("note")[-1]
