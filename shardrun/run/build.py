@@ -46,6 +46,8 @@ class Built:
     missing: MissingGradientPolicy
     autocast: bool
     notes: list[str]
+    buffer_forms: dict[str, str]
+    """Shape and dtype of every buffer as the recipe built it: what a restore can put back."""
 
     @property
     def stop_position(self) -> int | None:
@@ -118,6 +120,7 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
         missing=MissingGradientPolicy(config.train.missing_gradients),
         autocast=config.precision.autocast == "bf16",
         notes=notes,
+        buffer_forms=models.buffer_forms(model),
     )
 
 

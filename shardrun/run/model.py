@@ -77,6 +77,11 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {path: buffer for path, buffer in sorted(buffers.items()) if path not in aliases}
 
 
+def buffer_forms(model: nn.Module) -> dict[str, str]:
+    """Shape and dtype of every buffer, in words, by the names of `named_buffers`."""
+    return {path: f"{tuple(buffer.shape)} {buffer.dtype}" for path, buffer in named_buffers(model).items()}
+
+
 def distinct_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by clean path, sorted; tied ones once, as in `tied_names`."""
     parameters = dict(named_parameters(model))

@@ -27,7 +27,7 @@ from shardrun.records.tensors import host_bytes
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.exports import write_export
-from shardrun.run.model import distinct_parameters, named_buffers, named_tensors, tied_names
+from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.progress import Progress
 
 _BUFFER = "buffer/"
@@ -45,6 +45,7 @@ class Lineage:
 
 def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Lineage) -> Saved:
     """Publish everything that the next step depends on; collective."""
+    _refuse_grown_buffers(built)
     model = named_tensors(built.model)
     aliases = tied_names(built.model)
     zero2 = built.zero2
@@ -61,6 +62,21 @@ def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Li
     if built.recipe.on_save is not None and built.comm.rank == 0:
         write_export(run_dir, saved.path.name, built.recipe.on_save, built.model)
     return saved
+
+
+def _refuse_grown_buffers(built: Built) -> None:
+    """A buffer that came or changed its form in forward could not be put back into a model that was just built."""
+    before, now = built.buffer_forms, buffer_forms(built.model)
+    changed = [
+        f"{path}: {before.get(path, 'not there')} at set-up, {now.get(path, 'not there')} now"
+        for path in sorted(before.keys() | now.keys())
+        if before.get(path) != now.get(path)
+    ]
+    told = "buffers changed their form since set-up, so that no resume could put them back; give them their full size "
+    error = (
+        CheckpointError(f"{told}in __init__, or keep them out of buffers: " + "; ".join(changed)) if changed else None
+    )
+    built.comm.agree("buffers to save", error=error)
 
 
 def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, Any]:
