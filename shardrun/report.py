@@ -118,7 +118,8 @@ def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None)
             lines.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
         lines.append(f"log:             {run_dir / 'logs' / f'rank-{culprit.rank}.log'}")
     lines.append(f"last checkpoint: {last if last is not None else 'none yet'}")
-    lines.append(f"{'go on with:' if last is not None else 'start again:':<16} {again}")
+    way_on = "go on with:" if last is not None else "start again:"
+    lines.append(f"{'once mended:' if result.exit_code == 2 else way_on:<16} {again}")
     lines.append(f"exit code {result.exit_code} ({_CODES.get(result.exit_code, 'failed')})")
     return lines
 

@@ -14,6 +14,7 @@ def run(config: Path, overrides: list[str], json: bool) -> int:
     if json:
         report.json_document({"valid": True, "config": resolved.model_dump(mode="json")})
         return 0
-    report.line(f"# {config} is good. This is what it means; it runs again as it stands here.")
+    report.line(f"# {config} is good, but for what only the recipe knows: recipe_args, and patterns over parameters.")
+    report.line("# This is what it means; it runs again as it stands here.")
     report.line(resolved_yaml(resolved).rstrip())
     return 0

@@ -30,15 +30,11 @@ def recipe_changes(manifest: Mapping[str, Any], source: str, sha256: str | None)
 
 def refusal(source: Path, changed: Iterable[str]) -> UsageError:
     """The error about going on from `source` with changes that nobody accepted."""
-    return UsageError(
-        "\n  ".join(
-            [
-                f"{source}: this run was trained with another config",
-                *changed,
-                "go on with the change: --accept-changes; start anew in another folder: --fresh",
-            ]
-        )
-    )
+    lines = list(changed)
+    way_out = "go on with the change: --accept-changes; start anew in another folder: --fresh"
+    if any(line.startswith("topology.world_size:") for line in lines):
+        way_out = "a checkpoint goes on at its own world size only; start anew in another folder: --fresh"
+    return UsageError("\n  ".join([f"{source}: this run was trained with another config", *lines, way_out]))
 
 
 def optimizer_misfits(
