@@ -40,7 +40,8 @@ def exit_document(tmp_path: Path) -> dict[str, Any]:
 def test_a_run_that_is_done_exits_with_0(tmp_path: Path, world_size: int) -> None:
     code, program = ended(tmp_path, world_size=world_size, steps=3)
     assert (code, program.stderr) == (0, "")
-    lines = program.stdout.splitlines()
+    # What other ranks print comes when it comes; the order of rank 0's events is what counts.
+    lines = [line for line in program.stdout.splitlines() if not line.startswith("[rank")]
     assert [line.split("  ")[0] for line in lines if line.startswith("step")] == ["step 1/3", "step 2/3", "step 3/3"]
     assert lines[0].startswith(f"{world_size} rank")
     assert lines[-1] == "finished at step 3"
