@@ -1,1 +1,1 @@
-"""Ranks talking to each other: validated settings, process group, fingerprints, poisoning, slice collectives."""
+"""Ranks talking to each other: validated settings, groups, fingerprints, poisoning, slice collectives."""

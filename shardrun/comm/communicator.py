@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import shardrun.errors as errors
+from shardrun.comm.agreement import Agreement, Comparison
 from shardrun.comm.config import CommunicatorConfig
-from shardrun.comm.fingerprint import INTEGERS, all_equal, integers
-from shardrun.comm.process_group import close_process_group, device_of, open_process_group
-from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam
-from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError, by_all
+from shardrun.comm.group import Group, listed, member_ranks
+from shardrun.comm.process_group import device_of, open_process_group, open_subgroup
+from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam, slice_sizes
+from shardrun.comm.world_state import Observer, WorldState
+from shardrun.errors import CallMismatch, UsageError, by_all
 
-# Every comparison travels as one int64 vector of this length, whatever the operation, so that ranks that call
-# different operations still meet in the same collective and can tell each other.
-MAX_COMPARED = 3
-MAX_SUMS = 8
-_ROUND = MAX_SUMS + (1 + MAX_COMPARED) * INTEGERS
-
-Observer = Callable[[str, int], None]
+__all__ = ["Communicator", "Comparison", "Observer"]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What a comparison found: sums over ranks, and the names of the items that were not equal on all ranks."""
+class Communicator(Agreement):
+    """Ranks 0..world_size-1 that hold replicas of the same selected parameters: a world, or a subgroup of one.
 
-    sums: list[int]
-    differing: frozenset[str]
-
-
-class Communicator:
-    """Ranks 0..world_size-1 that hold replicas of the same selected parameters.
-
-    Made by `single()`, `from_env()` or `open(config)`. Collective, that is called by every rank in the same order, are
-    `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices` and `sum_integers`. The first
-    failed collective poisons the communicator and closes its connections; every later call is refused at once with the
-    first cause.
+    Made by `single()`, `from_env()`, `open(config)` or `subgroup(ranks)`. Collective, that is called by every rank in
+    the same order, are `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices`,
+    `sum_integers` and `subgroup`. The first failed collective poisons the communicator and closes its connections;
+    every later call is refused at once with the first cause. In all this a world and its subgroups are one: a failure
+    in any of them closes all, and `phase`, `collective`, `observer` and `close` are the same on each.
     """
 
-    def __init__(self, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        parent: Communicator | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """For the ways named above; `parent` and `group` are a subgroup's."""
+        group = group or Group(rank, range(world_size))
+        super().__init__(group, WorldState(world_size) if parent is None else parent._state)
+        self.parent = parent
+        """The world that this subgroup was made from; None for a world."""
         self.backend = backend
         self.device = device
         self.timeout_s = timeout_s
-        self.observer: Observer | None = None
-        """Called as observer(phase, collective) whenever a phase or a collective begins (status file, tests)."""
-        self.phase = "start-up"
-        self.collective = 0
-        self._poison: str | None = None
-        self._kept_alive: list[object] = []
         # [Note: control plane] Agreements, texts, norms and votes are CPU tensors over gloo on every machine: it raises
         # what went wrong, in time. Only gradients and parameters take the fast way of the device.
-        self._control = ExchangeSeam(rank, world_size)
-        self._seam: SliceSeam = NativeSeam(world_size) if backend == "nccl" else self._control
+        self._control = ExchangeSeam(group)
+        self._seam: SliceSeam = NativeSeam(world_size, group) if backend == "nccl" else self._control
 
     @staticmethod
     def single() -> Communicator:
@@ -86,143 +77,112 @@ class Communicator:
             CommunicatorConfig.from_env(backend=backend, timeout_s=timeout_s, allow_non_loopback=allow_non_loopback)
         )
 
+    def subgroup(self, ranks: Iterable[int]) -> Communicator | None:
+        """A communicator of some ranks of this world, or None on a rank that is not among them.
+
+        `ranks` strictly increase; a member's rank in the subgroup is its index in them. Every rank of the world must
+        call it with the same list, in the same order of calls, also those that are no members. Other lists are refused
+        by all ranks: UsageError (a list that cannot be meant) or CallMismatch (lists that differ). A subgroup of one
+        member sends nothing. Subgroups may overlap; then the ranks must take turns in the same order.
+        """
+        self.require_open()
+        if self.parent is not None:
+            raise by_all(
+                UsageError(
+                    f"a subgroup cannot be cut again: this is the subgroup {listed(self.ranks)}; call "
+                    "parent.subgroup(...) on every rank of the world, with the ranks' numbers in the world"
+                )
+            )
+        members = self._agreed_members(ranks)
+        handle = None
+        if 1 < len(members) < self.world_size:
+            with self._guard(f"connecting the subgroup {listed(members)}"):
+                handle = open_subgroup(members, self.backend, self.timeout_s)
+        if self.rank not in members:
+            return None
+        group = Group.subgroup(members, self.rank, handle)
+        self._state.add(group)
+        return Communicator(group.rank, group.size, self.backend, self.device, self.timeout_s, parent=self, group=group)
+
+    def _agreed_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The list that all ranks gave, or the same error on all."""
+        members: tuple[int, ...] = ()
+        problem = None
+        try:
+            members = member_ranks(ranks, self.world_size)
+        except UsageError as error:
+            problem = error
+        text = ",".join(map(str, members))
+        found = self.compare("subgroup", "", {"ranks": text}, [int(problem is not None)])
+        if found.sums[0]:
+            self.agree("subgroup", error=problem)
+        if found.differing:
+            asked = "; ".join(f"rank {rank} for {text}" for rank, text in enumerate(self._texts(listed(members))))
+            raise by_all(
+                CallMismatch(
+                    f"the ranks ask for different subgroups and none was made: {asked}. Every rank of the world, "
+                    "member or not, must call subgroup with the same list"
+                )
+            )
+        return members
+
     # ---- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members by their rank in the parent, in the order of their ranks here; a world: 0..world_size-1."""
+        return self._group.ranks
 
     @property
     def is_poisoned(self) -> bool:
         """Whether an earlier failure has closed this communicator."""
-        return self._poison is not None
+        return self._state.is_poisoned
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step that this rank is in."""
+        return self._state.phase
+
+    @property
+    def collective(self) -> int:
+        """How many collectives this rank has begun, in the world and all its subgroups."""
+        return self._state.collective
+
+    @property
+    def observer(self) -> Observer | None:
+        """Called as observer(phase, collective) whenever a phase or a collective begins (status file, tests)."""
+        return self._state.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._state.observer = observer
 
     @property
     def seam(self) -> str:
         """Name of the way slices travel; part of a record's numerics."""
         return self._seam.name if self.world_size > 1 else "none"
 
+    def named(self, rank: int) -> str:
+        """A rank of this communicator as messages name it: "rank 2", or "rank 2 (rank 0 of the subgroup 2,3)"."""
+        return self._group.named(rank)
+
     def enter(self, phase: str, *, cannot_fail: bool = False) -> None:
         """Mark the beginning of a phase of the step; local. In a phase that cannot fail the observer cannot either."""
-        self.phase = phase
-        if self.observer is not None:
-            with suppress(*([Exception] if cannot_fail else [])):
-                self.observer(phase, self.collective)
+        self._state.enter(phase, cannot_fail=cannot_fail)
 
     def poison(self, cause: str, keep_alive: object = None) -> None:
         """Refuse every later call with `cause` and close the connections, which frees waiting peers; local."""
-        if self._poison is None:
-            self._poison = cause
-            # gloo cannot cancel: a buffer of a failed collective stays in use and must never be freed or reused.
-            self._kept_alive.append(keep_alive)
-            if self.world_size > 1:
-                close_process_group()
+        self._state.poison(cause, keep_alive)
 
     def close(self) -> None:
         """Leave the world; local, idempotent."""
         self.poison("it was closed")
-
-    def require_open(self) -> None:
-        """Raise if the communicator is poisoned; local."""
-        if self._poison is not None:
-            raise CommunicatorError(f"communicator is closed since its first failure: {self._poison}")
-
-    @contextmanager
-    def _guard(self, what: str, *buffers: object) -> Iterator[None]:
-        self.require_open()
-        self.collective += 1
-        try:
-            if self.observer is not None:
-                self.observer(self.phase, self.collective)
-            yield
-        except BaseException as error:
-            first_line = (str(error) or type(error).__name__).splitlines()[0]
-            cause = (
-                f"collective {self.collective} ({what}, phase {self.phase}) failed on rank {self.rank}: {first_line}"
-            )
-            self.poison(cause, (buffers, error))
-            if isinstance(error, Exception):
-                raise CommunicatorError(f"communicator closed at {cause}") from error
-            raise
-
-    # ---- agreement ---------------------------------------------------------------------------------------------
-
-    def compare(
-        self, operation: str, detail: str, items: Mapping[str, str] | None = None, sums: Sequence[int] = ()
-    ) -> Comparison:
-        """Add up `sums` over ranks and tell which `items` differ, see [Note: comparing by sums].
-
-        At most 3 items and 8 sums; sums are int64. Ranks that are in different operations all raise CallMismatch.
-        """
-        items = items or {}
-        assert len(items) <= MAX_COMPARED
-        assert len(sums) <= MAX_SUMS
-        self.require_open()
-        if self.world_size == 1:
-            return Comparison(list(sums), frozenset())
-        call = f"{operation}: {detail}" if detail else operation
-        hashed = [number for text in (call, *items.values()) for number in integers(text)]
-        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed])
-        places = range(MAX_SUMS, MAX_SUMS + len(hashed), INTEGERS)
-        same = [all_equal(total[place : place + INTEGERS], self.world_size) for place in places]
-        if not same[0]:
-            calls = self._texts(call)
-            raise by_all(
-                CallMismatch(
-                    "the ranks are in different operations and nothing was sent: "
-                    + "; ".join(f"rank {rank} in {text}" for rank, text in enumerate(calls))
-                )
-            )
-        differing = (name for name, equal in zip(items, same[1:], strict=True) if not equal)
-        return Comparison(total[: len(sums)], frozenset(differing))
-
-    def agree(self, tag: str, value: Any = None, error: Exception | None = None) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold), in rank order.
-
-        If any rank brings an `error`, every rank raises: the same class where it is one of shardrun's, with the rank's
-        number and its own message.
-        """
-        if self.world_size == 1:
-            self.require_open()
-            if error is not None:
-                raise error
-            return [value]
-        message: dict[str, Any] = {"value": value}
-        if error is not None:
-            message = {"error": type(error).__name__, "message": str(error)}
-        text = json.dumps(message)  # what JSON cannot hold is found before a peer waits for it
-        self.compare("agree", tag)
-        answers = [json.loads(answer) for answer in self._texts(text)]
-        failed = {rank: answer for rank, answer in enumerate(answers) if "error" in answer}
-        if failed:
-            raise by_all(_joint_error(failed)) from error
-        return [answer["value"] for answer in answers]
-
-    def texts(self, tag: str, text: str) -> list[str]:
-        """Every rank's `text`, in rank order."""
-        self.require_open()
-        if self.world_size == 1:
-            return [text]
-        self.compare("texts", tag)
-        return self._texts(text)
 
     def settle(self) -> None:
         """Wait until this rank's device has done all collectives so far, and raise what went wrong there."""
         if self.device.type == "cuda" and self.world_size > 1:
             with self._guard("settle"):
                 torch.cuda.current_stream(self.device).synchronize()
-
-    def vote(self) -> None:
-        """Return once every rank has come to this vote: a sum of ones that counts only when it is `world_size`.
-
-        Raises CommunicatorError if the vote itself fails: then another rank may have seen it succeed. (A buffer of a
-        failed reduction may still hold the rank's own input, so neither MIN nor MAX could tell.)
-        """
-        self.require_open()
-        if self.world_size == 1:
-            return
-        ballot = torch.ones(1, dtype=torch.int64)
-        with self._guard("vote", ballot):
-            dist.all_reduce(ballot)
-            yes = int(ballot.item())
-            if yes != self.world_size:
-                raise CommunicatorError(f"{yes} of {self.world_size} ranks voted for the commit")
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -241,69 +201,38 @@ class Communicator:
         raw = tensor.view(-1).view(torch.uint8)
         wire = raw.to(self.device)
         with self._guard(f"broadcast of {tag}", wire):
-            dist.broadcast(wire, root)
+            dist.broadcast(wire, group=self._group.handle, group_src=root)
         if wire is not raw:
             raw.copy_(wire)
 
-    def reduce_slice(self, bucket: Tensor, out: Tensor, *, contributes: bool = True) -> None:
-        """Sum `bucket` (world_size * n,) float32 over ranks, this rank's slice to `out` (n,); `bucket` is not written.
+    def reduce_slice(
+        self, bucket: Tensor, out: Tensor, *, splits: Sequence[int] | None = None, contributes: bool = True
+    ) -> None:
+        """Sum `bucket` (sum(splits),) float32 over ranks, this rank's slice to `out` (splits[rank],).
 
-        The caller has agreed on size, dtype and order beforehand. A rank that does not contribute counts as zeros.
+        `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. `bucket` is not written.
+        The caller has agreed on sizes, dtype and order beforehand. A rank that does not contribute counts as zeros.
         """
         if self.world_size == 1:
             self.require_open()
+            slice_sizes(bucket, out, splits, self._group)
             out.copy_(bucket)
             return
-        with self._guard("reduce", bucket, out):
-            self._seam.reduce(bucket, out, contributes=contributes)
+        with self._guard("reduce", bucket, out, self._seam):
+            sizes = slice_sizes(bucket, out, splits, self._group)
+            self._seam.reduce(bucket, out, sizes, contributes=contributes)
 
-    def gather_slices(self, bucket: Tensor, own: Tensor) -> None:
-        """Write every rank's `own` (n,) into its slice of `bucket` (world_size * n,).
+    def gather_slices(self, bucket: Tensor, own: Tensor, *, splits: Sequence[int] | None = None) -> None:
+        """Write every rank's `own` (splits[rank],) into its slice of `bucket` (sum(splits),).
 
-        The caller has agreed on size, dtype and order beforehand.
+        `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. The caller has agreed on
+        sizes, dtype and order beforehand.
         """
         if self.world_size == 1:
             self.require_open()
+            slice_sizes(bucket, own, splits, self._group)
             bucket.copy_(own)
             return
-        with self._guard("gather", bucket, own):
-            (self._control if bucket.device.type == "cpu" else self._seam).gather(bucket, own)
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sum a handful (at most 32) of int64 over ranks; the caller has agreed on the call beforehand."""
-        self.require_open()
-        return list(values) if self.world_size == 1 else self._sum_round(values)[: len(values)]
-
-    # ---- raw rounds --------------------------------------------------------------------------------------------
-
-    def _sum_round(self, values: Sequence[int]) -> list[int]:
-        vector = torch.zeros(_ROUND, dtype=torch.int64)
-        vector[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
-        with self._guard("agreement", vector):
-            dist.all_reduce(vector)
-        result: list[int] = vector.tolist()
-        return result
-
-    def _texts(self, text: str) -> list[str]:
-        raw = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        with self._guard("text sizes", sizes):
-            dist.all_gather(sizes, torch.tensor([len(raw)], dtype=torch.int64))
-        longest = max(int(size.item()) for size in sizes)
-        padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
-        padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
-        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        with self._guard("texts", rows, padded):
-            dist.all_gather(rows, padded)
-        return [bytes(row[: int(size.item())].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _joint_error(failed: Mapping[int, Mapping[str, str]]) -> ShardrunError:
-    """One error for all ranks out of the errors that some ranks brought, each with its rank's number."""
-    names = {answer["error"] for answer in failed.values()}
-    message = "\n".join(f"rank {rank}: {answer['message']}" for rank, answer in sorted(failed.items()))
-    kind = getattr(errors, names.pop(), None) if len(names) == 1 else None
-    if isinstance(kind, type) and issubclass(kind, ShardrunError) and kind is not errors.StepFailed:
-        return kind(message)
-    first = min(failed)
-    return ShardrunError(message if kind else f"{message} ({failed[first]['error']})")
+        seam = self._control if bucket.device.type == "cpu" else self._seam
+        with self._guard("gather", bucket, own, seam):
+            seam.gather(bucket, own, slice_sizes(bucket, own, splits, self._group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -40,7 +41,7 @@ def open_process_group(config: CommunicatorConfig) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     timeout = timedelta(seconds=config.timeout_s)
     device_id = device_of(config) if config.backend == "nccl" else None
-    backend = "cpu:gloo,cuda:nccl" if config.backend == "nccl" else config.backend  # see [Note: control plane]
+    backend = _backends(config.backend)
     if device_id is not None:
         torch.cuda.set_device(device_id)
     atexit.register(close_process_group)  # a process that ends with open gloo connections aborts
@@ -59,8 +60,22 @@ def open_process_group(config: CommunicatorConfig) -> None:
     )
 
 
+def open_subgroup(members: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Connect `members` (ranks of the world) with each other; every rank of the world must call it, in the same order.
+
+    What a rank gets that is no member is of no use to it.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    handle: dist.ProcessGroup = dist.new_group(list(members), timeout=timeout, backend=_backends(backend))
+    return handle
+
+
+def _backends(backend: str) -> str:
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # see [Note: control plane]
+
+
 def close_process_group() -> None:
-    """Close the connections; peers that wait for this rank are freed at once (measured on gloo)."""
+    """Close the connections of all groups; peers that wait for this rank are freed at once, see [Note: letting go]."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

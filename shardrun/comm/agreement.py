@@ -1,0 +1,165 @@
+"""How the ranks of a group come to one mind: comparisons by sums, texts, errors that all raise, and the vote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardrun.errors as errors
+from shardrun.comm.fingerprint import INTEGERS, all_equal, integers
+from shardrun.comm.group import Group
+from shardrun.comm.world_state import WorldState
+from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError, by_all
+
+# Every comparison travels as one int64 vector of this length, whatever the operation, so that ranks that call
+# different operations still meet in the same collective and can tell each other.
+MAX_COMPARED = 3
+MAX_SUMS = 8
+_ROUND = MAX_SUMS + (1 + MAX_COMPARED) * INTEGERS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found: sums over ranks, and the names of the items that were not equal on all ranks."""
+
+    sums: list[int]
+    differing: frozenset[str]
+
+
+class Agreement:
+    """The control plane of a communicator: CPU tensors over gloo, a handful of bytes, all ranks of the group."""
+
+    def __init__(self, group: Group, state: WorldState) -> None:
+        self._group = group
+        self._state = state
+        self.rank = group.rank
+        self.world_size = group.size
+
+    def require_open(self) -> None:
+        """Raise if the communicator is poisoned; local."""
+        self._state.require_open()
+
+    def compare(
+        self, operation: str, detail: str, items: Mapping[str, str] | None = None, sums: Sequence[int] = ()
+    ) -> Comparison:
+        """Add up `sums` over ranks and tell which `items` differ, see [Note: comparing by sums].
+
+        At most 3 items and 8 sums; sums are int64. Ranks that are in different operations all raise CallMismatch.
+        """
+        items = items or {}
+        assert len(items) <= MAX_COMPARED
+        assert len(sums) <= MAX_SUMS
+        self.require_open()
+        if self.world_size == 1:
+            return Comparison(list(sums), frozenset())
+        call = f"{operation}: {detail}" if detail else operation
+        hashed = [number for text in (call, *items.values()) for number in integers(text)]
+        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed])
+        places = range(MAX_SUMS, MAX_SUMS + len(hashed), INTEGERS)
+        same = [all_equal(total[place : place + INTEGERS], self.world_size) for place in places]
+        if not same[0]:
+            calls = self._texts(call)
+            raise by_all(
+                CallMismatch(
+                    "the ranks are in different operations and nothing was sent: "
+                    + "; ".join(f"{self._group.named(rank)} in {text}" for rank, text in enumerate(calls))
+                )
+            )
+        differing = (name for name, equal in zip(items, same[1:], strict=True) if not equal)
+        return Comparison(total[: len(sums)], frozenset(differing))
+
+    def agree(self, tag: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+        """Every rank's `value` (anything JSON can hold), in rank order.
+
+        If any rank brings an `error`, every rank raises: the same class where it is one of shardrun's, with the rank's
+        number and its own message.
+        """
+        if self.world_size == 1:
+            self.require_open()
+            if error is not None:
+                raise error
+            return [value]
+        message: dict[str, Any] = {"value": value}
+        if error is not None:
+            message = {"error": type(error).__name__, "message": str(error)}
+        text = json.dumps(message)  # what JSON cannot hold is found before a peer waits for it
+        self.compare("agree", tag)
+        answers = [json.loads(answer) for answer in self._texts(text)]
+        failed = {rank: answer for rank, answer in enumerate(answers) if "error" in answer}
+        if failed:
+            raise by_all(self._joint_error(failed)) from error
+        return [answer["value"] for answer in answers]
+
+    def texts(self, tag: str, text: str) -> list[str]:
+        """Every rank's `text`, in rank order."""
+        self.require_open()
+        if self.world_size == 1:
+            return [text]
+        self.compare("texts", tag)
+        return self._texts(text)
+
+    def vote(self) -> None:
+        """Return once every rank has come to this vote: a sum of ones that counts only when it is `world_size`.
+
+        Raises CommunicatorError if the vote itself fails: then another rank may have seen it succeed. (A buffer of a
+        failed reduction may still hold the rank's own input, so neither MIN nor MAX could tell.)
+        """
+        self.require_open()
+        if self.world_size == 1:
+            return
+        ballot = torch.ones(1, dtype=torch.int64)
+        with self._guard("vote", ballot):
+            dist.all_reduce(ballot, group=self._group.handle)
+            yes = int(ballot.item())
+            if yes != self.world_size:
+                raise CommunicatorError(f"{yes} of {self.world_size} ranks{self._group.suffix} voted for the commit")
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sum a handful (at most 32) of int64 over ranks; the caller has agreed on the call beforehand."""
+        self.require_open()
+        return list(values) if self.world_size == 1 else self._sum_round(values)[: len(values)]
+
+    # ---- raw rounds --------------------------------------------------------------------------------------------
+
+    def _guard(self, what: str, *buffers: object) -> AbstractContextManager[None]:
+        return self._state.guard(what, self._group, *buffers)
+
+    def _sum_round(self, values: Sequence[int]) -> list[int]:
+        vector = torch.zeros(_ROUND, dtype=torch.int64)
+        vector[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
+        with self._guard("agreement", vector):
+            dist.all_reduce(vector, group=self._group.handle)
+        result: list[int] = vector.tolist()
+        return result
+
+    def _texts(self, text: str) -> list[str]:
+        raw = text.encode()
+        own = torch.tensor([len(raw)], dtype=torch.int64)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        with self._guard("text sizes", sizes, own):
+            dist.all_gather(sizes, own, group=self._group.handle)
+        longest = max(int(size.item()) for size in sizes)
+        padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        with self._guard("texts", rows, padded):
+            dist.all_gather(rows, padded, group=self._group.handle)
+        return [bytes(row[: int(size.item())].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def _joint_error(self, failed: Mapping[int, Mapping[str, str]]) -> ShardrunError:
+        """One error for all ranks out of the errors that some ranks brought, each with its rank's number."""
+        names = {answer["error"] for answer in failed.values()}
+        message = "\n".join(
+            f"{self._group.named(rank)}: {answer['message']}" for rank, answer in sorted(failed.items())
+        )
+        kind = getattr(errors, names.pop(), None) if len(names) == 1 else None
+        if isinstance(kind, type) and issubclass(kind, ShardrunError) and kind is not errors.StepFailed:
+            return kind(message)
+        first = min(failed)
+        return ShardrunError(message if kind else f"{message} ({failed[first]['error']})")
