@@ -3,19 +3,28 @@
 [Note: propose and commit] A full shadow of the state would cost parameter-sized memory at two ranks. Instead the
 kernel runs twice: on scratch copies of cache-sized chunks, where only the new parameter slice is kept, and at commit in
 place on the live slices with the same reduced gradient. Chunks are cut at multiples of 256: the same bits both times.
+
+What the commit allocates: nothing that stays. A first update that makes state is not run again, its results are linked.
+A fused kernel needs no memory. One that is not fused takes temporaries of one leaf (at most a chunk) and frees them
+before the next leaf, as it did in the proposal just before. A user's own optimizer runs in the proposal alone: its
+results are kept, parameter- and state-sized on this rank's slices, and the commit copies them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrun.optim.kinds import Elementwise, OptionGroup, resolve_fused
+from shardrun.errors import UsageError
+from shardrun.optim.grouped import GroupedOptimizer
+from shardrun.optim.kinds import OptionGroup
+from shardrun.optim.state import StateSpec, from_record, to_record
+from shardrun.optim.stepper import Shapes
+from shardrun.optim.table import Elementwise
 from shardrun.shard.layout import ALIGN, Fragment, align
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -37,6 +46,14 @@ class SliceTensors:
 
 
 @dataclass
+class _Kept:
+    """What an update left, for the commit to take over without running it again."""
+
+    leaf: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class _Piece:
     """At most a chunk of one fragment; a leaf of its own for torch.optim."""
 
@@ -44,10 +61,10 @@ class _Piece:
     leaf: Tensor
     grad: Tensor
     proposed: Tensor | None
-    state: dict[str, Tensor]
-    """Flat views, also of what torch has not made yet: that memory is dead until the first gradient is committed."""
-    first_leaf: Tensor | None = None
-    """The proposed leaf of a first update, which commit copies instead of running a kernel that would allocate."""
+    spec: StateSpec
+    elements: dict[str, Tensor]
+    """Flat views for state of the leaf's size; before a first update made any, that memory is dead."""
+    kept: _Kept | None = None
 
 
 @dataclass
@@ -57,16 +74,17 @@ class _Pass:
     group: int
     pieces: list[_Piece]
     leaves: list[Tensor]
+    states: list[dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
     source: list[Tensor]
     target: list[Tensor]
 
 
-class SliceOptimizer:
-    """An ordinary torch.optim object over this rank's slices. Local: no method communicates.
+class SliceOptimizer(GroupedOptimizer):
+    """An ordinary torch.optim object over this rank's slices; has the surface of `Stepper`. Local.
 
-    `optimizer.param_groups[0]` holds what no option group names, the others follow in their order. Their options count
-    in every step as they are then, so torch's schedulers of lr or weight decay work on them.
+    The bits of the unsharded optimizer of the same class, options and `fused` flag (`foreach=False` where that is off),
+    as long as fragments are cut at multiples of 256. See [Note: propose and commit].
     """
 
     def __init__(
@@ -78,63 +96,58 @@ class SliceOptimizer:
         chunk_numel: int | None = None,
     ) -> None:
         device = slices[0].leaf.device if slices else torch.device("cpu")
+        super().__init__(kind, options, option_groups, device)
         self._chunk_numel = chunk_numel or CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cpu"])
         assert self._chunk_numel % ALIGN == 0
-        self.kind = kind
-        self.lr_scales = [1.0, *(group.lr_scale for group in option_groups)]
-        base = {**options, "fused": resolve_fused(options.get("fused"), options, device)}
-        if not base["fused"]:
-            # torch's multi-tensor kernels would allocate temporaries for all leaves at once, in commit too.
-            base["foreach"] = False
-        self.options = [base, *({**base, **group.options} for group in option_groups)]
-        self._lazy = kind.lazy_keys()
+        self._alone = all(tensors.proposed is None for tensors in slices)
+        # The code of a user must not raise in a commit, so it never runs there.
+        self._keeps_all = kind.declared is not None
         self._pieces: list[list[_Piece]] = [[] for _ in self.options]
+        self._specs: dict[tuple[int, torch.dtype], StateSpec] = {}
         self.state_nbytes = 0
         for tensors in slices:
             self._cut(tensors)
         self._all_pieces = [piece for pieces in self._pieces for piece in pieces]
-        self.optimizer = self._make([[piece.leaf for piece in pieces] for pieces in self._pieces])
-        for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
-            group["lr"] = float(options["lr"]) * scale
-        for number, pieces in enumerate(self._pieces):
-            for piece in pieces:
-                self.optimizer.state[piece.leaf] = self._initial_state(number, piece.state)
-        self._alone = all(tensors.proposed is None for tensors in slices)
+        self._start([[piece.leaf for piece in pieces] for pieces in self._pieces])
+        for piece in self._all_pieces:
+            self._begin(piece)
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self._passes: list[_Pass] | None = None
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     def _cut(self, tensors: SliceTensors) -> None:
-        keys = self.kind.keys(self.options[tensors.option_group])
-        flat = {key: torch.zeros_like(tensors.leaf) for key in keys} if tensors.fragments else {}
+        group = tensors.option_group
+        if not tensors.fragments:
+            return
+        spec = self._specs.get((group, tensors.leaf.dtype))
+        if spec is None:
+            spec = self._specs[group, tensors.leaf.dtype] = self.kind.spec(self.options[group], tensors.leaf)
+        flat = {key: torch.zeros_like(tensors.leaf, dtype=dtype) for key, dtype in spec.elements.items()}
         self.state_nbytes += sum(tensor.nbytes for tensor in flat.values())
         for fragment in tensors.fragments:
             end = fragment.offset + fragment.stop - fragment.start
             for low in range(fragment.offset, end, self._chunk_numel):
                 part = slice(low, min(low + self._chunk_numel, end))
-                self._pieces[tensors.option_group].append(
+                self._pieces[group].append(
                     _Piece(
                         fragment.path,
                         tensors.leaf[part],
                         tensors.grad[part],
                         None if tensors.proposed is None else tensors.proposed[part],
+                        spec,
                         {key: tensor[part] for key, tensor in flat.items()},
                     )
                 )
 
-    def _make(self, leaves: Sequence[Iterable[Tensor]]) -> torch.optim.Optimizer:
-        groups = [{"params": list(group), **options} for group, options in zip(leaves, self.options, strict=True)]
-        factory: Callable[..., torch.optim.Optimizer] = self.kind.cls
-        return factory(groups)
-
-    def _initial_state(self, group: int, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state that torch itself would make at the first step, as views into the flat slices."""
-        state = {key: view for key, view in flat.items() if key not in self._lazy}
-        for key in self.kind.scalars:
-            device = next(iter(flat.values())).device if self.options[group]["fused"] and flat else None
-            state[key] = torch.zeros((), dtype=torch.float32, device=device)
-        return state
+    def _begin(self, piece: _Piece) -> None:
+        """The state that is there before the first update, in the flat slices; for the rest, none."""
+        made = self.optimizer.state.get(piece.leaf, {})
+        if self.kind.declared is None:
+            self.optimizer.state[piece.leaf] = piece.spec.initial(piece.elements)
+        else:
+            in_place = {key: view.copy_(made[key]) for key, view in piece.elements.items() if key in made}
+            self.optimizer.state[piece.leaf] = {**made, **in_place}
 
     def _plan(self) -> list[_Pass]:
         """Pieces packed into passes of at most a chunk; made again whenever a first update gave state to a piece."""
@@ -160,11 +173,11 @@ class SliceOptimizer:
         states: list[dict[str, Tensor]] = []
         offset = 0
         for piece in pieces:
-            leaves.append(self._room("leaf", offset, piece.leaf))
-            live = self.optimizer.state[piece.leaf]
+            leaves.append(self._room("/leaf", offset, piece.leaf))
+            live = {key: value for key, value in self.optimizer.state[piece.leaf].items() if isinstance(value, Tensor)}
             # Scalars are a few bytes; each scratch leaf has its own, copied with the rest.
             states.append(
-                {k: torch.empty_like(v) if v.dim() == 0 else self._room(k, offset, v) for k, v in live.items()}
+                {k: self._room(k, offset, v) if k in piece.elements else torch.empty_like(v) for k, v in live.items()}
             )
             source += [piece.leaf, *live.values()]
             target += [leaves[-1], *states[-1].values()]
@@ -173,8 +186,8 @@ class SliceOptimizer:
         groups[group] = leaves
         optimizer = self._make(groups)
         for leaf, state in zip(leaves, states, strict=True):
-            optimizer.state[leaf] = state
-        return _Pass(group, pieces, leaves, optimizer, source, target)
+            optimizer.state[leaf] = dict(state)
+        return _Pass(group, pieces, leaves, states, optimizer, source, target)
 
     def _room(self, key: str, offset: int, like: Tensor) -> Tensor:
         """Scratch (like.numel(),) at `offset` of the one chunk that all passes share."""
@@ -186,75 +199,77 @@ class SliceOptimizer:
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
-    def rates(self, lr: float | None) -> list[float]:
-        """Learning rate per param group: `lr` times the group's `lr_scale`; None: as the param groups have it."""
-        if lr is None:
-            return [float(group["lr"]) for group in self.optimizer.param_groups]
-        return [lr * scale for scale in self.lr_scales]
-
-    def terms(self) -> str:
-        """The options that count in the next step, but for the rates; equal on all ranks, or the step is refused."""
-        return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups])
-
     def propose(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
         """Write the new slices to every bucket's `proposed`. Parameters, masters and state are only read.
 
-        A world of one has no `proposed` and proposes first updates only, for the state that they make.
+        A world of one has no `proposed` and proposes what the commit cannot run again: see [Note: propose and commit].
         """
-        first = [piece for piece in self._all_pieces if present[piece.path] and self._is_fresh(piece)]
-        if self._alone and not first:
+        self._require_same_state()
+        first = any(present[piece.path] and self._is_fresh(piece) for piece in self._all_pieces)
+        if self._alone and not (first or self._keeps_all):
             return
         if self._passes is None or first:
-            for piece in first:
-                piece.first_leaf = None  # of a proposal that was not committed
             self._passes = self._plan()
         for one in self._passes:
             one.optimizer.param_groups[one.group].update(self._live_options(one.group), lr=rates[one.group])
             torch._foreach_copy_(one.target, one.source)
+            if self._keeps_all:
+                self._restore_states(one)
             fresh = [present[piece.path] and self._is_fresh(piece) for piece in one.pieces]
+            stepped = [present[piece.path] for piece in one.pieces]
             # Fused SGD takes no mixture of leaves with and without a momentum buffer.
-            _run(one, [present[p.path] and not new for p, new in zip(one.pieces, fresh, strict=True)])
+            _run(one, [taken and not new for taken, new in zip(stepped, fresh, strict=True)])
             _run(one, fresh)
-            self._keep_first(one, fresh)
+            self._keep(one, stepped if self._keeps_all else fresh)
             if not self._alone:
                 proposed = [piece.proposed for piece in one.pieces if piece.proposed is not None]
                 torch._foreach_copy_(proposed, one.leaves)
 
-    def _live_options(self, group: int) -> dict[str, Any]:
-        return {key: value for key, value in self.optimizer.param_groups[group].items() if key != "params"}
-
     def _is_fresh(self, piece: _Piece) -> bool:
-        """Whether torch has yet to make some state of the piece from its first gradient."""
-        if not self._lazy:
-            return False
-        return any(key in piece.state and key not in self.optimizer.state[piece.leaf] for key in self._lazy)
+        """Whether torch has yet to make the state of the piece in its first update."""
+        return not piece.spec.eager and not self.optimizer.state[piece.leaf]
 
-    def _keep_first(self, one: _Pass, fresh: Sequence[bool]) -> None:
-        """Keep what a first update made, in memory that nobody reads before the commit."""
-        for piece, leaf, new in zip(one.pieces, one.leaves, fresh, strict=True):
-            if new:
-                state = one.optimizer.state[leaf]
-                for key in self._lazy:
-                    if key in state and key in piece.state:
-                        piece.state[key].copy_(state.pop(key))
-                piece.first_leaf = leaf.clone()
+    def _restore_states(self, one: _Pass) -> None:
+        """A user's code may have put other tensors into the scratch state; numbers are not copied with the tensors."""
+        for piece, leaf, state in zip(one.pieces, one.leaves, one.states, strict=True):
+            live = self.optimizer.state[piece.leaf]
+            one.optimizer.state[leaf] = {key: state.get(key, value) for key, value in live.items()}
+
+    def _keep(self, one: _Pass, wanted: Sequence[bool]) -> None:
+        """Keep what an update left, in memory that nobody reads before the commit."""
+        for piece, leaf, taken in zip(one.pieces, one.leaves, wanted, strict=True):
+            if not taken:
+                continue
+            live, state = self.optimizer.state[piece.leaf], one.optimizer.state[leaf]
+            if self._keeps_all and (misfit := piece.spec.misfit(state, leaf)):
+                raise UsageError(
+                    f"{self.kind.name}: after this update of {piece.path} {misfit}, which is not what a vector had at "
+                    "set-up; all state is made in the first update, and keeps its shape and dtype"
+                )
+            kept = piece.kept = piece.kept or _Kept(torch.empty_like(leaf))
+            kept.leaf.copy_(leaf)
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    kept.state[key] = value
+                elif key not in live and key in piece.elements:
+                    kept.state[key] = piece.elements[key].copy_(value)
+                elif key in kept.state and key in live:
+                    kept.state[key].copy_(value)
+                else:
+                    kept.state[key] = value.clone()
 
     def commit(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
         """Step the live slices in place: the same kernel, the same gradient, the same bits as the proposal.
 
-        A first update that makes state is not computed again, because that would allocate: its results are linked.
+        What was kept of the proposal is not computed again, because that would allocate: its results are taken over.
         """
         stepped: list[_Piece] = []
-        linked: list[_Piece] = []
         for piece in self._all_pieces:
             if present[piece.path]:
-                (stepped if piece.first_leaf is None else linked).append(piece)
-        for piece in linked:
-            assert piece.first_leaf is not None
-            piece.leaf.copy_(piece.first_leaf)
-            self.optimizer.state[piece.leaf] |= {key: piece.state[key] for key in self._lazy if key in piece.state}
-            piece.first_leaf = None
-            self._passes = None
+                if piece.kept is None:
+                    stepped.append(piece)
+                else:
+                    self._take_over(piece, piece.kept)
         for piece in stepped:
             piece.leaf.grad = piece.grad
         before = self.rates(None)
@@ -264,19 +279,20 @@ class SliceOptimizer:
         self._set_rates(before)
         for piece in stepped:
             piece.leaf.grad = None
+        self._mark_stepped()
 
-    def _set_rates(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def described(self) -> list[dict[str, Any]]:
-        """Options per option group as plain JSON, the base rate left out: schedules change it."""
-        groups = [
-            {**{key: value for key, value in options.items() if key != "lr"}, "lr_scale": scale}
-            for options, scale in zip(self.options, self.lr_scales, strict=True)
-        ]
-        plain: list[dict[str, Any]] = json.loads(json.dumps(groups))
-        return plain
+    def _take_over(self, piece: _Piece, kept: _Kept) -> None:
+        live = self.optimizer.state[piece.leaf]
+        piece.leaf.copy_(kept.leaf)
+        if self._is_fresh(piece):
+            live.update(kept.state)
+            piece.kept = self._passes = None  # the kept tensors are live now
+            return
+        for key, value in kept.state.items():
+            if isinstance(value, Tensor):
+                live[key].copy_(value)
+            else:
+                live[key] = value
 
     # ---- records -----------------------------------------------------------------------------------------------
 
@@ -286,42 +302,50 @@ class SliceOptimizer:
         scalars: dict[str, Tensor] = {}
         for piece in self._all_pieces:
             for key, value in self.optimizer.state[piece.leaf].items():
-                if key in self.kind.scalars:
-                    held = scalars.setdefault(f"{piece.path}/{key}", value.clone())
-                    assert torch.equal(held, value), f"{piece.path}: {key} differs between pieces"
-                else:
+                if key in piece.elements:
                     parts.setdefault(f"{piece.path}/{key}", []).append(value)
+                    continue
+                name, tensor = to_record(key, value)
+                tensor = tensor.reshape(())
+                held = scalars.setdefault(f"{piece.path}/{name}", tensor)
+                assert torch.equal(held, tensor), f"{piece.path}: {key} differs between pieces"
         return {**{name: torch.cat(views) for name, views in parts.items()}, **scalars}
 
-    def expected_tensors(self, held: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) for `load_state_tensors`; state that a first gradient makes only if `held` has it."""
-        sizes: dict[str, int] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    def expected_tensors(self, held: Mapping[str, Tensor]) -> Shapes:
+        """As `Stepper` says; of a fragment (1-D), or of the parameter's scalar (0-dim)."""
+        numels: dict[str, int] = {}
+        specs: dict[str, StateSpec] = {}
         for piece in self._all_pieces:
-            expected |= {f"{piece.path}/{key}": ((), torch.float32) for key in self.kind.scalars}
-            for key, view in piece.state.items():
-                name = f"{piece.path}/{key}"
-                if key not in self._lazy or name in held:
-                    sizes[name] = sizes.get(name, 0) + view.numel()
-                    dtypes[name] = view.dtype
-        return expected | {name: ((numel,), dtypes[name]) for name, numel in sizes.items()}
+            numels[piece.path] = numels.get(piece.path, 0) + piece.leaf.numel()
+            specs[piece.path] = piece.spec
+        expected: Shapes = {}
+        for path, spec in specs.items():
+            wanted = {f"{path}/{name}": shape for name, shape in spec.recorded(numels[path]).items()}
+            if spec.eager or any(name in held for name in wanted):
+                expected |= wanted
+        return expected
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all state by `tensors`, as `state_tensors` gives them; the caller has checked names and shapes."""
         taken: dict[str, int] = {}
-        for group, pieces in enumerate(self._pieces):
-            for piece in pieces:
-                state = self._initial_state(group, piece.state)
-                for key in self.kind.scalars:
-                    state[key].copy_(tensors[f"{piece.path}/{key}"])
-                for key, view in piece.state.items():
-                    name = f"{piece.path}/{key}"
-                    if name in tensors:
-                        low = taken.get(name, 0)
-                        state[key] = view.copy_(tensors[name][low : low + view.numel()])
-                        taken[name] = low + view.numel()
-                self.optimizer.state[piece.leaf] = state
+        for piece in self._all_pieces:
+            state: dict[str, Any] = {}
+            low = taken.get(piece.path, 0)
+            taken[piece.path] = high = low + piece.leaf.numel()
+            for name in piece.spec.recorded(0):
+                held = tensors.get(f"{piece.path}/{name}")
+                if held is None:
+                    continue
+                if name in piece.elements:
+                    state[name] = piece.elements[name].copy_(held[low:high])
+                    continue
+                key, value = from_record(name, held)
+                scalar = piece.spec.scalars.get(key)
+                if isinstance(value, Tensor) and scalar is not None:
+                    value = value.to(scalar.device).reshape(scalar.shape)
+                state[key] = value
+            self.optimizer.state[piece.leaf] = state
+            piece.kept = None
         self._passes = None
 
 
