@@ -11,8 +11,8 @@ RECORD_VERSION = 1
 
 
 @dataclass
-class Zero2Record:
-    """Optimizer state of one rank, by path; what `SelectedZero2.to_record` gives and `load_record` takes.
+class ShardRecord:
+    """Optimizer state of one rank, by path; what `to_record` of a session gives and `load_record` takes.
 
     `meta` is plain JSON: version, group, rank, world_size, contract, layout, optimizer, numerics, and `fragments`,
     path -> [start, stop]: which elements of the flattened parameter this rank holds.
@@ -25,6 +25,14 @@ class Zero2Record:
 
     meta: dict[str, Any]
     tensors: dict[str, Tensor]
+
+
+class Zero2Record(ShardRecord):
+    """The record of a SelectedZero2: fragments are slices, wherever they cut a parameter."""
+
+
+class Zero1Record(ShardRecord):
+    """The record of a SelectedZero1: fragments are whole parameters, and state tensors keep their shapes."""
 
 
 def record_key(name: str) -> tuple[str, str]:

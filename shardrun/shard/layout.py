@@ -4,13 +4,15 @@
 order, at offsets that are multiples of 256. This space depends neither on world size nor on buckets. Buckets are
 ranges of it; each is cut into `world_size` equal slices, padded at its tail in memory only. Cuts at multiples of 256
 keep fused and block-wise kernels at the bits of the uncut run (odd cuts change a fused AdamW on the CPU by 1e-10).
+Where tensors have to stay whole (ZeRO-1), a bucket's tensors stand in the order of their owners, and a slice is what
+its rank owns.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,10 +49,12 @@ class Bucket:
 
     start: int
     stop: int
+    sizes: tuple[int, ...] = ()
+    """Elements of each rank's slice where whole tensors stand with their owners; empty: equal slices."""
 
-    def slice_numel(self, world_size: int) -> int:
-        """Elements of one rank's slice, a multiple of 256."""
-        return align(-(-(self.stop - self.start) // world_size))
+    def splits(self, world_size: int) -> list[int]:
+        """Elements of each rank's slice, multiples of 256; equal slices are padded at the bucket's tail."""
+        return list(self.sizes) or [align(-(-(self.stop - self.start) // world_size))] * world_size
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class Space:
 
     def fragments(self, bucket: Bucket, rank: int, world_size: int) -> Iterator[Fragment]:
         """The fragments in `rank`'s slice of `bucket`, in canonical order."""
-        numel = bucket.slice_numel(world_size)
-        low = bucket.start + rank * numel
-        high = min(low + numel, bucket.stop)
+        splits = bucket.splits(world_size)
+        low = bucket.start + sum(splits[:rank])
+        high = min(low + splits[rank], bucket.stop)
         for placed in self.parameters:
             start, stop = max(low, placed.offset), min(high, placed.offset + placed.numel)
             if start < stop:
@@ -86,8 +90,17 @@ class Space:
         """Where each bucket begins in memory, and the total at the end: buckets stand padded, one after another."""
         offsets = [0]
         for bucket in self.buckets:
-            offsets.append(offsets[-1] + bucket.slice_numel(world_size) * world_size)
+            offsets.append(offsets[-1] + sum(bucket.splits(world_size)))
         return offsets
+
+    def places(self, world_size: int) -> Iterator[tuple[Placed, int]]:
+        """Each parameter with the element of memory at which it begins."""
+        begins = self.memory_offsets(world_size)
+        number = 0
+        for placed in self.parameters:
+            while placed.offset >= self.buckets[number].stop:
+                number += 1
+            yield placed, begins[number] + placed.offset - self.buckets[number].start
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,8 @@ class FlatLayout:
     def to_json(self) -> list[dict[str, Any]]:
         """As plain JSON."""
         plain: list[dict[str, Any]] = json.loads(json.dumps([asdict(space) for space in self.spaces]))
+        for bucket in (bucket for space in plain for bucket in space["buckets"] if not bucket["sizes"]):
+            del bucket["sizes"]  # equal slices follow from the range
         return plain
 
     @staticmethod
@@ -110,7 +125,7 @@ class FlatLayout:
                     i["dtype"],
                     i["option_group"],
                     tuple(Placed(**placed) for placed in i["parameters"]),
-                    tuple(Bucket(**bucket) for bucket in i["buckets"]),
+                    tuple(Bucket(b["start"], b["stop"], tuple(b.get("sizes", ()))) for b in i["buckets"]),
                 )
                 for i in items
             )
@@ -132,23 +147,67 @@ class FlatLayout:
 
 
 def plan_layout(entries: Iterable[Entry], bucket_numel: int) -> FlatLayout:
-    """Place `entries` in their order; a bucket closes as soon as it holds `bucket_numel` elements or more.
+    """Place `entries` in their order, to be cut into equal slices (ZeRO-2, data parallel).
 
-    Buckets are cut between parameters only, so every parameter is one contiguous range of memory.
+    A bucket closes as soon as it holds `bucket_numel` elements or more: cuts are between parameters only, so every
+    parameter is one contiguous range of memory.
     """
-    grouped: dict[tuple[str, int], list[Entry]] = {}
-    for entry in entries:
-        grouped.setdefault((entry.dtype, entry.option_group), []).append(entry)
     spaces = []
-    for (dtype, option_group), members in grouped.items():
-        parameters, buckets, offset, begin = [], [], 0, 0
-        for entry in members:
-            parameters.append(Placed(entry.path, offset, entry.numel))
-            offset += align(entry.numel)
-            if offset - begin >= bucket_numel:
-                buckets.append(Bucket(begin, offset))
-                begin = offset
-        if begin < offset:
+    for (dtype, option_group), members in _by_space(entries).items():
+        parameters, buckets, offset = [], [], 0
+        for batch in _batches(members, bucket_numel):
+            begin = offset
+            for entry in batch:
+                parameters.append(Placed(entry.path, offset, entry.numel))
+                offset += align(entry.numel)
             buckets.append(Bucket(begin, offset))
         spaces.append(Space(dtype, option_group, tuple(parameters), tuple(buckets)))
     return FlatLayout(tuple(spaces))
+
+
+def plan_owned_layout(
+    entries: Iterable[Entry], owners: Mapping[str, int], bucket_numel: int, world_size: int
+) -> FlatLayout:
+    """Place `entries` so that every rank's slice of a bucket is the whole tensors that it owns (ZeRO-1)."""
+    spaces = []
+    for (dtype, option_group), members in _by_space(entries).items():
+        parameters, buckets, offset = [], [], 0
+        for batch in _batches(members, bucket_numel):
+            begin, sizes = offset, [0] * world_size
+            for entry in sorted(batch, key=lambda one: owners[one.path]):
+                parameters.append(Placed(entry.path, offset, entry.numel))
+                offset += align(entry.numel)
+                sizes[owners[entry.path]] += align(entry.numel)
+            buckets.append(Bucket(begin, offset, tuple(sizes)))
+        spaces.append(Space(dtype, option_group, tuple(parameters), tuple(buckets)))
+    return FlatLayout(tuple(spaces))
+
+
+def balanced_owners(costs: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Path -> owner: the dearest first, each to the rank that has least so far (longest processing time first)."""
+    load = [0] * world_size
+    owners = {}
+    for path, cost in sorted(costs.items(), key=lambda one: -one[1]):
+        owners[path] = min(range(world_size), key=lambda rank: load[rank])
+        load[owners[path]] += cost
+    return owners
+
+
+def _by_space(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Entry]]:
+    grouped: dict[tuple[str, int], list[Entry]] = {}
+    for entry in entries:
+        grouped.setdefault((entry.dtype, entry.option_group), []).append(entry)
+    return grouped
+
+
+def _batches(members: Iterable[Entry], bucket_numel: int) -> Iterator[list[Entry]]:
+    batch: list[Entry] = []
+    filled = 0
+    for entry in members:
+        batch.append(entry)
+        filled += align(entry.numel)
+        if filled >= bucket_numel:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch

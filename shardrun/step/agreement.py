@@ -1,4 +1,10 @@
-"""Phase 2 of a step: every rank shows what it is about to do, and any error or difference is raised by all."""
+"""Phase 2 of a step: every rank shows what it is about to do, and any error or difference is raised by all.
+
+[Note: agreeing in groups] A session alone needs one round. Several sessions of one step may have groups of their own,
+and a rank that waits in one group for a rank that waits in another waits for ever. So the first round is the world's:
+numbers that cancel exactly when every rank of every group has brought the same session in the same state (see
+`fingerprint.balance`). Only then each group compares its gradients, and the last round is the world's again.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,15 @@ import torch
 from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
-from shardrun.errors import EmptyWindowError, StepRefused, by_all
-from shardrun.shard.flat_buffer import Pending
+from shardrun.comm.fingerprint import balance
+from shardrun.errors import CallMismatch, EmptyWindowError, StepRefused, by_all
+from shardrun.shard.flat_gradients import Pending
 
 MAX_WEIGHT = 1 << 53
+MEAN, SUM = "mean", "sum"
+ALIKE = "alike"
+"""Missing gradients of the free functions: all ranks lack the same ones."""
+_NO_SAMPLE = "the global weight is 0, no rank has a sample"
 
 
 class MissingGradientPolicy(enum.StrEnum):
@@ -41,12 +52,16 @@ class Request:
     """Learning rate of each option group."""
     options: str
     """The optimizer's other options, as text."""
-    max_grad_norm: object
+    max_grad_norm: object = None
 
     def terms(self) -> str:
-        """What all ranks must ask for alike; floats by their bits."""
-        rates, norm = " ".join(map(_bits, self.rates)), _bits(self.max_grad_norm)
-        return f"mode {self.mode}, missing {self.missing}, lr {rates}, max_grad_norm {norm}, options {self.options}"
+        """What all ranks of the session's group must ask for alike; floats by their bits."""
+        rates = " ".join(map(_bits, self.rates))
+        return f"mode {self.mode}, {self.joint_terms()}, lr {rates}, options {self.options}"
+
+    def joint_terms(self) -> str:
+        """What all sessions of one step ask for alike."""
+        return f"missing {self.missing}, max_grad_norm {_bits(self.max_grad_norm)}"
 
     def problems(self) -> list[str]:
         """What is wrong with it on this rank."""
@@ -62,7 +77,7 @@ class Request:
                 found.append(f"learning rate is {rate!r}; it must be a number, finite and not negative")
         if self.max_grad_norm is not None and not (is_real(self.max_grad_norm) and self.max_grad_norm > 0.0):
             found.append(f"max_grad_norm is {self.max_grad_norm!r}; it must be a number above 0, or None")
-        if self.missing not in list(MissingGradientPolicy):
+        if self.missing not in (*MissingGradientPolicy, ALIKE):
             found.append(f"missing is {self.missing!r}; it must be one of {', '.join(MissingGradientPolicy)}")
         return found
 
@@ -100,14 +115,14 @@ def integer_weight(weight: object) -> int:
 def agree_window(
     comm: Communicator, call: str, layout: str, request: Request, paths: Sequence[str], pending: Pending
 ) -> Window:
-    """Compare `request` and the presence of gradients over all ranks; collective.
+    """Compare `request` and the presence of gradients over all ranks of `comm`, which step one session; collective.
 
     `call` names the step and `layout` all its buckets: ranks in different steps meet here, not in a data collective.
     Raises StepRefused on every rank, or EmptyWindowError for a global weight of 0 in mean mode; nothing has changed.
     """
     problems = [*request.problems(), *pending.problems]
     weight = 0 if problems else integer_weight(request.weight)
-    bitmap = "".join("1" if here else "0" for here in pending.present)
+    bitmap = pending.bitmap
     found = comm.compare(
         call,
         f"layout {layout}",
@@ -116,37 +131,116 @@ def agree_window(
     )
     global_weight, contributors, failures = found.sums
     if failures:
-        told = _by_rank(comm, "problems", "; ".join(problems))
-        raise by_all(StepRefused(f"{call} refused before the update: {told}"))
+        raise _refusal(call, _by_rank(comm, "problems", "; ".join(problems)))
     if "terms" in found.differing:
         asked = _by_rank(comm, "terms", request.terms())
-        raise by_all(StepRefused(f"{call} refused before the update, the ranks ask for different steps: {asked}"))
-    bitmaps = [bitmap] if contributors else []
-    if contributors and "presence" in found.differing:
-        shown = comm.texts("presence", bitmap if weight > 0 else "")
-        bitmaps = [text for text in shown if text]
-        _refuse_missing(call, request, paths, {rank: text for rank, text in enumerate(shown) if text})
-    elif contributors:
-        _refuse_missing(call, request, paths, {None: bitmap})
-    if request.mode == "mean" and global_weight == 0:
-        raise by_all(
-            EmptyWindowError(f"{call} refused before the update: the global weight is 0, no rank has a sample")
-        )
-    present = {path: any(text[k] == "1" for text in bitmaps) for k, path in enumerate(paths)}
-    return Window(global_weight, weight > 0, present)
+        raise _refusal(call, f"the ranks ask for different steps: {asked}", ", ")
+    shown = _shown(comm, bitmap, weight > 0, contributors, "presence" in found.differing)
+    if told := _missing(request, paths, shown, comm.ranks):
+        raise _refusal(call, told)
+    if request.mode == MEAN and global_weight == 0:
+        raise by_all(EmptyWindowError(f"{call} refused before the update: {_NO_SAMPLE}"))
+    return Window(global_weight, weight > 0, _present(paths, shown))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """One session's part in a step of several: its group, what it asks for, and its gradients."""
+
+    comm: Communicator
+    name: str
+    state: str
+    """Its step number and layout, as text: equal on all ranks of its group."""
+    request: Request
+    paths: Sequence[str]
+    pending: Pending
+
+
+def agree_windows(world: Communicator, call: str, weight: object, parts: Sequence[Joining]) -> tuple[list[Window], int]:
+    """The windows of `parts`, and how many sessions of all ranks have a gradient; see [Note: agreeing in groups].
+
+    Collective over the world, whose ranks may be in different groups. `weight` is this rank's for all sessions that
+    are stepped by their mean; their window has the world's. `parts` stand in the same order of groups on all ranks.
+    """
+    problems = [told for part in parts for told in (*part.request.problems(), *part.pending.problems)]
+    joint = parts[0].request.joint_terms()
+    means = sum(part.request.mode == MEAN for part in parts)
+    own_weight = 0 if problems or not means else integer_weight(weight)
+    cancelling = [0, 0, 0]
+    for part in parts:
+        text = f"{part.state}; {part.request.terms()}"
+        numbers = balance(text, part.comm.rank, part.comm.world_size, f"{part.name} {part.comm.ranks}")
+        cancelling = [a + b for a, b in zip(cancelling, numbers, strict=True)]
+    found = world.compare(call, "sessions", {"terms": joint}, [own_weight, means, len(problems), *cancelling])
+    global_weight, means, failures, *rest = found.sums
+    if failures:
+        raise _refusal(call, _by_rank(world, "problems", "; ".join(dict.fromkeys(problems))))
+    if "terms" in found.differing or any(rest):
+        told = "; ".join([joint, *(f"{p.name} of ranks {p.comm.ranks}: {p.state}; {p.request.terms()}" for p in parts)])
+        raise _refusal(call, f"the ranks ask for different steps: {_by_rank(world, 'sessions', told)}", ", ")
+    windows, refused = [], []
+    for part in parts:
+        window, told = _group_window(part, own_weight, global_weight)
+        windows.append(window)
+        refused += [f"{part.name}: {told}"] if told else []
+    moving = sum(any(window.present.values()) for window in windows)
+    failures, moving = world.compare(call, "windows", {}, [len(refused), moving]).sums
+    if failures:
+        raise _refusal(call, "; ".join(dict.fromkeys(filter(None, world.texts("refusals", "; ".join(refused))))))
+    if means and global_weight == 0:
+        raise by_all(EmptyWindowError(f"{call} refused before the update: {_NO_SAMPLE}"))
+    return windows, moving
+
+
+def _group_window(part: Joining, own_weight: int, world_weight: int) -> tuple[Window, str]:
+    """One session's window, agreed on in its own group, and why it is refused, if it is."""
+    mean = part.request.mode == MEAN
+    own = own_weight if mean else integer_weight(part.request.weight)
+    bitmap = part.pending.bitmap
+    try:
+        found = part.comm.compare("gradients", part.name, {"presence": bitmap}, [own, int(own > 0)])
+        active, contributors = found.sums
+        shown = _shown(part.comm, bitmap, own > 0, contributors, bool(found.differing))
+    except CallMismatch as error:
+        error.agreed = False  # the group has agreed on it, the rest of the world has not heard of it
+        raise
+    told = _missing(part.request, part.paths, shown, part.comm.ranks)
+    return Window(world_weight if mean else active, own > 0, _present(part.paths, shown)), told
+
+
+def _shown(comm: Communicator, bitmap: str, contributes: bool, contributors: int, differs: bool) -> dict[int, str]:
+    """Rank -> its bitmap of gradients, for contributing ranks; one entry, under -1, where all ranks show the same."""
+    if not contributors:
+        return {}
+    if not differs:
+        return {-1: bitmap}
+    texts = comm.texts("presence", bitmap if contributes else "")
+    return {rank: text for rank, text in enumerate(texts) if text}
+
+
+def _present(paths: Sequence[str], shown: Mapping[int, str]) -> dict[str, bool]:
+    return {path: any(text[k] == "1" for text in shown.values()) for k, path in enumerate(paths)}
+
+
+def _missing(request: Request, paths: Sequence[str], shown: Mapping[int, str], ranks: Sequence[int]) -> str:
+    """Which contributing rank lacks which gradient, if the policy forbids that; else nothing."""
+    present = _present(paths, shown)
+    for rank, bitmap in shown.items():
+        absent = [path for path, here in zip(paths, bitmap, strict=True) if here == "0"]
+        if request.missing == ALIKE:
+            absent = [path for path in absent if present[path]]
+        if absent and request.missing != MissingGradientPolicy.ZERO:
+            who = "no rank has a gradient for" if rank < 0 else f"rank {ranks[rank]} has no gradient for"
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            return f"{who} {absent[0]}{more} (missing_gradients: {request.missing})"
+    return ""
 
 
 def _by_rank(comm: Communicator, tag: str, text: str) -> str:
-    return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(comm.texts(tag, text)) if told)
+    return "; ".join(
+        f"rank {rank}: {told}" for rank, told in zip(comm.ranks, comm.texts(tag, text), strict=True) if told
+    )
 
 
-def _refuse_missing(call: str, request: Request, paths: Sequence[str], bitmaps: Mapping[int | None, str]) -> None:
-    if request.missing != MissingGradientPolicy.ERROR:
-        return
-    for rank, bitmap in bitmaps.items():
-        absent = [path for path, here in zip(paths, bitmap, strict=True) if here == "0"]
-        if absent:
-            who = "no rank has a gradient for" if rank is None else f"rank {rank} has no gradient for"
-            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            told = f"{call} refused before the update: {who} {absent[0]}{more} (missing_gradients: error)"
-            raise by_all(StepRefused(told))
+def _refusal(call: str, told: str, joint: str = ": ") -> StepRefused:
+    return by_all(StepRefused(f"{call} refused before the update{joint}{told}"))

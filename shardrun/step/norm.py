@@ -1,8 +1,9 @@
 """The global gradient norm, independent of buckets and ranks to the last bit.
 
 [Note: exact norm] Squares are added in float64 inside fixed blocks of 256 elements of the canonical space, in a fixed
-order. The block sums of all ranks are then added by `math.fsum`, which rounds once, at the end: no order of ranks,
-slices or buckets can change the result, and padding adds nothing.
+order. The block sums of all slices, sessions and ranks are then added without any rounding, as integers in units of
+2 ** -362 that travel as 32-bit digits in one int64 all-reduce: no order of ranks, slices or buckets can change the
+result, padding adds nothing, and the message has one size whatever the model's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from shardrun.shard.layout import ALIGN
 
+LIMBS = 22
+_POINT = 298 + 64
+"""Bits after the binary point; the room below 2 ** -298 takes a mantissa's trailing zeros."""
+_HALF = (1 << 27) - 1
+_DIGIT = (1 << 32) - 1
 _ROWS = {"cpu": 256, "cuda": 1 << 18}
 """Blocks at once: what stays in a core's own cache, or fills a GPU."""
 
@@ -37,12 +43,50 @@ def block_squares(grad: Tensor) -> Tensor:
     return out
 
 
-def norm_of(blocks: Iterable[float]) -> float:
-    """The L2 norm from block sums of squares; NaN or infinity if any of them is."""
-    values = list(blocks)
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    return math.sqrt(math.fsum(values))
+def squares_of(grads: Iterable[Tensor]) -> tuple[int, int]:
+    """(exact sum of all squares in units of 2 ** -362, number of tensors that hold a NaN or an infinity).
+
+    Each tensor is (n,) of any floating dtype, n a multiple of 256. Those that are not finite add nothing.
+    """
+    total, bad = 0, 0
+    for grad in grads:
+        blocks = block_squares(grad)
+        if bool(torch.isfinite(blocks).all()):
+            total += exact_sum(blocks)
+        else:
+            bad += 1
+    return total, bad
+
+
+def exact_sum(values: Tensor) -> int:
+    """The exact sum of (n,) finite float64 block sums, in units of 2 ** -362.
+
+    Every finite float32 squared is a multiple of 2 ** -298, and so is every sum of such squares.
+    """
+    fraction, exponent = torch.frexp(values)
+    mantissa = fraction.mul(2.0**53).long()
+    place = exponent.long() + (_POINT - 53)
+    digits = torch.zeros(LIMBS + 3, dtype=torch.int64, device=values.device)
+    for part, at in ((mantissa & _HALF, place), (mantissa >> 27, place + 27)):  # 27 bits and 31 more stay below 2 ** 63
+        shifted = part << (at & 31)
+        digits.index_add_(0, at >> 5, shifted & _DIGIT)
+        digits.index_add_(0, (at >> 5) + 1, shifted >> 32)
+    return from_limbs(digits.tolist())
+
+
+def to_limbs(total: int) -> list[int]:
+    """A sum as LIMBS digits of 32 bits; digits of all ranks can be added up in int64."""
+    return [(total >> (32 * k)) & _DIGIT for k in range(LIMBS)]
+
+
+def from_limbs(limbs: Iterable[int]) -> int:
+    """The sum that digits stand for, carried or not."""
+    return sum(limb << (32 * k) for k, limb in enumerate(limbs))
+
+
+def norm_of(total: int) -> float:
+    """The L2 norm from the exact sum of squares; the division rounds once, and so does the root."""
+    return math.sqrt(total / (1 << _POINT))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

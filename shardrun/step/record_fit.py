@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shardrun.records.fit import violations
-from shardrun.records.record import Zero2Record
+from shardrun.records.record import ShardRecord
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def judge(
-    record: Zero2Record, meta: Mapping[str, Any], expected: Callable[[Mapping[str, Tensor]], Expected]
+    record: ShardRecord, meta: Mapping[str, Any], expected: Callable[[Mapping[str, Tensor]], Expected]
 ) -> tuple[list[str], dict[str, Any]]:
     """Misfits of one rank's record, and what the ranks have to hold alike; local, raises nothing.
 

@@ -11,16 +11,17 @@ from types import FrameType
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CommunicatorError, ShardrunError, StepFailed
 
-# collect agree reduce normalise decide propose | gather vote commit
-_GRADIENTS_KEPT = frozenset(("collect", "agree", "reduce", "normalise", "decide", "propose"))
+PHASES = ("collect", "agree", "reduce", "normalise", "decide", "propose", "gather", "vote", "commit")
 
 
 @contextmanager
-def transaction(comm: Communicator, step: int, drop_gradients: Callable[[], None]) -> Iterator[None]:
+def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callable[[], bool]) -> Iterator[None]:
     """Run the phases of one step; the body announces each by `comm.enter(phase)`, and "idle" when it has committed.
 
     What all ranks raise alike (a refusal) passes through: nothing has changed and the communicator is fine. A failed
     collective, or a local failure that the others cannot know of, closes the communicator and becomes StepFailed.
+    `what` names it ("step 3"). `drop_gradients` drops the pending gradients whose memory holds what was gathered and
+    tells whether there were any; it is called after a failure in gather or later.
     """
     comm.require_open()
     try:
@@ -34,26 +35,25 @@ def transaction(comm: Communicator, step: int, drop_gradients: Callable[[], None
         if comm.world_size > 1 or comm.phase == "commit":
             # The others wait for this rank: closing the connections frees them.
             told = f"{type(error).__name__}: {error}"
-            comm.poison(f"rank {comm.rank} failed in phase {comm.phase} of step {step}: {told}")
-        if comm.phase not in _GRADIENTS_KEPT:
-            drop_gradients()  # their memory holds what was gathered; nobody may take it for gradients
+            comm.poison(f"rank {comm.rank} failed in phase {comm.phase} of {what}: {told}")
+        dropped = PHASES.index(comm.phase) >= PHASES.index("gather") and drop_gradients()
         if not isinstance(error, Exception):
             raise
-        raise _failed(comm, step, error) from error
+        raise _failed(comm, what, step, error, kept=not dropped) from error
 
 
-def _failed(comm: Communicator, step: int, error: Exception) -> StepFailed:
+def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept: bool) -> StepFailed:
     unchanged = f"parameters and optimizer state are those of step {step - 1}"
     state = {
-        "vote": f"another rank may already be at step {step}; here {unchanged}",
-        "commit": f"the other ranks are at step {step} and this one is half way: its state must not be used or saved",
+        "vote": f"another rank may already be at {what}; here {unchanged}",
+        "commit": f"the other ranks are at {what} and this one is half way: its state must not be used or saved",
     }.get(comm.phase, unchanged)
     cause = str(error) if isinstance(error, CommunicatorError) else f"{type(error).__name__}: {error}"
     return StepFailed(
-        f"step {step} failed in phase {comm.phase}: {cause}. {state[0].upper()}{state[1:]}",
+        f"{what} failed in phase {comm.phase}: {cause}. {state[0].upper()}{state[1:]}",
         step=step,
         phase=comm.phase,
-        gradients_kept=comm.phase in _GRADIENTS_KEPT,
+        gradients_kept=kept,
         in_doubt=comm.phase in ("vote", "commit"),
     )
 

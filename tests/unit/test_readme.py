@@ -113,7 +113,7 @@ def test_what_is_pointed_at_in_a_file_is_there(page: Path) -> None:
 
 def test_the_phases_are_those_of_a_step() -> None:
     told = [row[0] for row in rows(section("The way of a batch", (ROOT / "docs" / "step.md").read_text()))]
-    entered = re.findall(r'comm\.enter\("(\w+)"', (ROOT / "shardrun" / "step" / "zero2.py").read_text())
+    entered = re.findall(r'comm\.enter\("(\w+)"', (ROOT / "shardrun" / "step" / "joint_step.py").read_text())
     assert told == [phase for phase in entered if phase != "idle"]
 
 

@@ -1,0 +1,204 @@
+"""Pending gradients of a window, accumulated in FP32 in flat ranges that a reduction reads and never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardrun.shard.layout import FlatLayout, Fragment, Space
+
+_HOOKS = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The window's local gradients: which parameters have one (in layout order), and what is wrong on this rank."""
+
+    present: tuple[bool, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def bitmap(self) -> str:
+        """`present` as a text of ones and zeros."""
+        return "".join("1" if here else "0" for here in self.present)
+
+
+@dataclass(frozen=True)
+class Held:
+    """One trainable parameter; `grad` is its place in the flat range, viewed in its shape."""
+
+    path: str
+    parameter: nn.Parameter
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """One bucket of one rank in memory: (sum(splits),) elements, rank r's slice after those of the ranks before it."""
+
+    space: Space
+    grad: Tensor
+    """(sum(splits),) float32: the pending gradients."""
+    splits: tuple[int, ...]
+    """Elements of each rank's slice, multiples of 256."""
+    own: slice
+    """Where this rank's slice stands."""
+    fragments: tuple[Fragment, ...]
+    """What of which parameter stands in it."""
+    members: tuple[tuple[Held, int], ...]
+    """Every parameter of the bucket with the element at which it begins."""
+
+
+class FlatGradients:
+    """The pending FP32 gradients of one session on one rank.
+
+    With `adopt`, gradients are accumulated in the flat range itself from then on: `.grad` is a view of it, also for
+    16-bit parameters. Without, `.grad` is left as torch makes it, and copied in at the step. Presence of a gradient is
+    `.grad` at the step: our view, another tensor (copied in), or None (absent).
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Mapping[str, nn.Parameter],
+        rank: int,
+        world_size: int,
+        *,
+        adopt: bool = True,
+    ) -> None:
+        self.buckets: list[GradientBucket] = []
+        self.held: list[Held] = []
+        self._adopt = adopt
+        self._frozen = [(path, parameter) for path, parameter in parameters.items() if not parameter.requires_grad]
+        for space in layout.spaces:
+            self._build(space, parameters, rank, world_size)
+        for held in self.held if adopt else ():
+            _take_over(held)
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the trainable parameters in layout order."""
+        return [held.path for held in self.held]
+
+    def _build(self, space: Space, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
+        begins = space.memory_offsets(world_size)
+        device = parameters[space.parameters[0].path].device
+        grad = torch.zeros(begins[-1], dtype=torch.float32, device=device)
+        placed = [
+            (Held(one.path, parameters[one.path], grad[at : at + one.numel].view(parameters[one.path].shape)), at)
+            for one, at in space.places(world_size)
+        ]
+        self.held += [held for held, _ in placed]
+        for bucket, begin, end in zip(space.buckets, begins, begins[1:], strict=False):
+            splits = tuple(bucket.splits(world_size))
+            low = sum(splits[:rank])
+            self.buckets.append(
+                GradientBucket(
+                    space,
+                    grad[begin:end],
+                    splits,
+                    slice(low, low + splits[rank]),
+                    tuple(space.fragments(bucket, rank, world_size)),
+                    tuple((held, at - begin) for held, at in placed if begin <= at < end),
+                )
+            )
+
+    def collect(self, grads: Mapping[str, Tensor | None] | None = None) -> Pending:
+        """The local gradients of the window, those in `grads` or every `.grad`; local.
+
+        What does not stand in the flat range yet is copied there; nothing else is changed.
+        """
+        present = []
+        problems = [
+            f"{path}: was frozen at set-up and is trainable now; make a new session after unfreezing"
+            for path, parameter in self._frozen
+            if parameter.requires_grad
+        ]
+        for held in self.held:
+            grad = held.parameter.grad if grads is None else grads.get(held.path)
+            problem = _structure_problem(held) or (grad is not None and _form_problem(held, grad))
+            if problem:
+                problems.append(problem)
+            elif grad is not None and grad is not held.grad:
+                held.grad.copy_(grad)
+                if self._adopt:
+                    _set_grad(held.parameter, held.grad)
+            present.append(grad is not None)
+        return Pending(tuple(present), tuple(problems))
+
+    def zero_absent(self, present: tuple[bool, ...]) -> None:
+        """Fill the ranges of absent gradients with zeros: they hold what an earlier step left there."""
+        for held, here in zip(self.held, present, strict=True):
+            if not here:
+                held.grad.zero_()
+
+    def non_finite(self, present: tuple[bool, ...]) -> str | None:
+        """Path of the first pending gradient that holds a NaN or an infinity; for the message, after one was found."""
+        for held, here in zip(self.held, present, strict=True):
+            if here and not bool(torch.isfinite(held.grad).all()):
+                return held.path
+        return None
+
+    def clear(self) -> None:
+        """Drop the window's gradients: every `.grad` becomes None."""
+        for held in self.held:
+            held.parameter.grad = None
+
+
+def _take_over(held: Held) -> None:
+    """Accumulate in the flat range from now on; a session made anew takes the place of the one before."""
+    if held.parameter in _HOOKS:
+        _HOOKS[held.parameter].remove()
+    pending = held.parameter.grad
+    if pending is not None and not pending.is_sparse:
+        held.grad.copy_(pending)
+        _set_grad(held.parameter, held.grad)
+    elif pending is None:
+        held.parameter.grad_dtype = torch.float32
+    hook = held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad))  # type: ignore[no-untyped-call]
+    _HOOKS[held.parameter] = hook
+
+
+def _adopt_into(view: Tensor) -> Callable[[Tensor], None]:
+    """A post-accumulate hook: the first gradient of a window is copied into the flat range, later ones add there."""
+
+    @torch.no_grad()
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not view and parameter.grad is not None and not parameter.grad.is_sparse:
+            view.copy_(parameter.grad)
+            _set_grad(parameter, view)
+
+    return hook
+
+
+def _set_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Make `grad` the parameter's `.grad`, of whichever dtype either is; later gradients add up in its dtype."""
+    if parameter.grad_dtype != grad.dtype:
+        parameter.grad = None
+        parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
+def deliver(held: Held, grad: Tensor) -> None:
+    """Hand a reduced gradient to the user as `.grad`; the next window accumulates in FP32 again."""
+    _set_grad(held.parameter, grad)
+
+
+def _structure_problem(held: Held) -> str:
+    if not held.parameter.requires_grad:
+        return f"{held.path}: was trainable at set-up and is frozen now; make a new session after freezing"
+    if held.parameter.device != held.grad.device or held.parameter.shape != held.grad.shape:
+        now = f"{tuple(held.parameter.shape)} on {held.parameter.device}"
+        at_setup = f"{tuple(held.grad.shape)} on {held.grad.device}"
+        return f"{held.path}: was {at_setup} at set-up and is {now} now; make a new session after moving a model"
+    return ""
+
+
+def _form_problem(held: Held, grad: Tensor) -> str:
+    if grad.layout != torch.strided or grad.shape != held.grad.shape:
+        return f"{held.path}: gradient of shape {tuple(grad.shape)} ({grad.layout}) does not fit"
+    return ""

@@ -1,0 +1,182 @@
+"""Data parallel as free functions: gradients of a mean loss averaged over ranks, then the ordinary optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import ContractError, UsageError, by_all
+from shardrun.optim.kinds import check_options, elementwise
+from shardrun.shard.contract import Contract, first_difference
+from shardrun.shard.flat_gradients import Pending
+from shardrun.shard.selection import select_parameters
+from shardrun.step.agreement import ALIKE, MEAN, Request, Window
+from shardrun.step.data_parallel import WholeGradients
+from shardrun.step.joint_step import Part, run_step
+
+Gradients = Mapping[str, Tensor | None] | Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class SGDConfig:
+    """Options of torch.optim.SGD, with its defaults."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """Options of torch.optim.Adam, with its defaults."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+
+
+@dataclass(frozen=True)
+class AdamWConfig(AdamConfig):
+    """Options of torch.optim.AdamW, with its defaults."""
+
+    weight_decay: float = 1e-2
+
+
+class ParamStore:
+    """A model's trainable parameters with their ordinary optimizer state, the same on every rank.
+
+    Local to make. `include` and `exclude` as in select_parameters. The first step decides the optimizer (`optimizer`, a
+    torch.optim object over the model's own parameters) and the communicator; both stay. Later steps may bring other
+    options, a learning rate for example. Nothing is broadcast: begin with equal parameters on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
+        self.selection = select_parameters(model, include, exclude)
+        self._replica: _Replica | None = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Path -> trainable Parameter, each tied one once, in definition order; the order of `grads` as a sequence."""
+        contract = self.selection.contract()
+        first = contract.aliases()
+        named = ((first.get(path, path), p) for path, p in self.selection.parameters.items() if p.requires_grad)
+        return dict(named)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the first step made; None before."""
+        return None if self._replica is None else self._replica.optimizer
+
+    def replica(self, kind: str, options: Mapping[str, Any], comm: Communicator) -> _Replica:
+        """The state of this store under `comm`, made by the first step. Collective then; UsageError on a change."""
+        if self._replica is None:
+            self._replica = _Replica(self, kind, options, comm)
+        if self._replica.kind != kind or self._replica.comm is not comm:
+            told = f"this store is stepped by {self._replica.kind} on its first communicator"
+            raise UsageError(f"{told}; this call is {kind}{'' if self._replica.comm is comm else ' on another one'}")
+        return self._replica
+
+
+def step_sgd(store: ParamStore, config: SGDConfig, comm: Communicator, grads: Gradients | None = None) -> None:
+    """Average the gradients over ranks, then step torch.optim.SGD on every rank. Every rank of `comm` calls it.
+
+    Call it after backward, while the gradients are there: the pending `.grad`, or `grads` by path or in the order of
+    `store.parameters`. They are those of a MEAN loss, and the ranks' batches are taken to be of one size: the sum over
+    ranks is divided by their number. Config, order, element counts and the set of gradients have to be the same on all
+    ranks; a difference is refused by all of them. If the reduction fails nothing has changed, the gradients are kept
+    and the communicator is closed (StepFailed). A world of one sends nothing: `optimizer.step()`, bit for bit.
+    """
+    _step(store, "sgd", config, comm, grads)
+
+
+def step_adam(store: ParamStore, config: AdamConfig, comm: Communicator, grads: Gradients | None = None) -> None:
+    """As step_sgd, with torch.optim.Adam."""
+    _step(store, "adam", config, comm, grads)
+
+
+def step_adamw(store: ParamStore, config: AdamWConfig, comm: Communicator, grads: Gradients | None = None) -> None:
+    """As step_sgd, with torch.optim.AdamW."""
+    _step(store, "adamw", config, comm, grads)
+
+
+def _step(
+    store: ParamStore, kind: str, config: SGDConfig | AdamConfig, comm: Communicator, grads: Gradients | None
+) -> None:
+    comm.require_open()
+    options = asdict(config)
+    replica = store.replica(kind, options, comm)
+    replica.ask(options, grads)
+    part = Part(replica, Request(MEAN, 1, ALIKE, (config.lr,), repr(options)), replica.misuse)
+    run_step(comm, f"step {replica.step_count + 1} of {kind}", [part], judge=False)
+
+
+class _Replica(WholeGradients):
+    """The phases of a free function's step."""
+
+    def __init__(self, store: ParamStore, kind: str, options: Mapping[str, Any], comm: Communicator) -> None:
+        parameters = store.parameters
+        problem: UsageError | None = None
+        try:
+            check_options(elementwise(kind), options, (), parameters)
+        except UsageError as error:
+            problem = error
+        _agree(comm, store.selection.contract(), list(parameters), problem)
+        super().__init__("the store", comm, parameters, list(parameters), adopt=False)
+        self.kind = kind
+        self.optimizer = elementwise(kind).cls(list(parameters.values()), **options)
+        self.misuse: tuple[str, ...] = ()
+        self._order = list(parameters)
+        self._options = options
+        self._given: Mapping[str, Tensor | None] | None = None
+
+    def ask(self, options: Mapping[str, Any], grads: Gradients | None) -> None:
+        """Take note of what the next step is given."""
+        self._options, self.misuse, self._given = options, (), None
+        if isinstance(grads, Mapping):
+            if unknown := sorted(set(grads) - set(self._order)):
+                self.misuse = (f"grads has {unknown[0]} ({len(unknown)} in all), no trainable parameter of this store",)
+            self._given = grads
+        elif grads is not None and len(grads) != len(self._order):
+            self.misuse = (f"grads has {len(grads)} gradients, this store {len(self._order)} parameters",)
+        elif grads is not None:
+            self._given = dict(zip(self._order, grads, strict=True))
+
+    def collect(self) -> Pending:
+        """Which gradients there are; they are copied to where they travel from, and stay as they are."""
+        return self.flat.collect(self._given)
+
+    def commit(self, window: Window, rates: Sequence[float]) -> None:
+        """The ordinary optimizer's step, in place, on the averaged gradients."""
+        before = [(held.parameter, held.parameter.grad) for held in self.flat.held]
+        self.hand_out(window)
+        for group in self.optimizer.param_groups:
+            group.update(self._options)
+        self.optimizer.step()
+        for parameter, grad in before:
+            parameter.grad = None if self._given is None else grad
+        self.step_count += 1
+
+
+def _agree(comm: Communicator, contract: Contract, order: list[str], problem: UsageError | None) -> None:
+    shown = {"order": hashlib.sha256(repr(order).encode()).hexdigest(), "contract": contract.digest}
+    sides = comm.agree("parameter store", shown, problem)
+    if any(side != sides[0] for side in sides):
+        contracts = [Contract.from_json(items) for items in comm.agree("contract", contract.to_json())]
+        told = first_difference(contracts) or f"the same ones in another order, here {', '.join(order[:4])}, ..."
+        raise by_all(ContractError(f"the ranks hold different parameters: {told}"))

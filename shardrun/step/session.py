@@ -1,0 +1,112 @@
+"""A session: the selected parameters of the real model, replicated and agreed on in a group that the caller owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import ContractError, by_all
+from shardrun.shard.contract import Contract, first_difference
+from shardrun.shard.selection import Selection, clean_path
+
+
+class Session:
+    """Selected parameters, the same on all ranks of `comm`; see SelectedDataParallel."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: nn.Module,
+        selection: Selection,
+        order: Sequence[str] | None = None,
+        broadcast_buffers: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.model = model
+        self.selection = selection
+        self.contract = selection.contract()
+        buffers = _buffers(model) if broadcast_buffers else {}
+        self._compare(buffers)
+        self._places = _places(model, selection)
+        self.order = self._root_order(order)
+        """First paths of the distinct trainable parameters, in the order of the flat buffers."""
+        self._broadcast({spec.path: self.parameters[spec.path].data for spec in self.contract.distinct()} | buffers)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Path -> selected Parameter, aliases and frozen ones included, in the model's definition order."""
+        return self.selection.parameters
+
+    def remaining_gradients(self) -> dict[str, Tensor]:
+        """Gradients of unselected parameters: the very same tensor objects."""
+        unselected = self.selection.unselected.items()
+        return {path: parameter.grad for path, parameter in unselected if parameter.grad is not None}
+
+    def replaced(self) -> list[str]:
+        """Selected parameters in whose place the model holds something else by now; local."""
+        return [
+            f"{path}: the model holds another object there than at set-up; change values in place or make a new session"
+            for path, held, name, parameter in self._places
+            if held.get(name) is not parameter
+        ]
+
+    def _compare(self, buffers: dict[str, Tensor]) -> None:
+        forms = {path: f"{buffer.dtype} {tuple(buffer.shape)}" for path, buffer in sorted(buffers.items())}
+        found = self.comm.compare("session", "set-up", {"contract": self.contract.digest, "buffers": repr(forms)})
+        if "contract" in found.differing:
+            contracts = [Contract.from_json(items) for items in self.comm.agree("contract", self.contract.to_json())]
+            raise by_all(ContractError(f"the ranks select different parameters: {first_difference(contracts)}"))
+        if "buffers" in found.differing:
+            raise by_all(ContractError(_first_buffer(self.comm.agree("buffers", forms))))
+
+    def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
+        """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
+        first = {spec.path: self.contract.specs[spec.alias].path for spec in self.contract.specs}
+        trainable = {spec.path for spec in self.contract.distinct() if spec.trainable}
+        order = list(dict.fromkeys(first[path] for path in self.parameters if first[path] in trainable))
+        if wanted is not None and sorted(wanted) == sorted(order):
+            order = list(wanted)
+        return list(self.comm.agree("definition order", order if self.comm.rank == 0 else None)[0])
+
+    def _broadcast(self, tensors: dict[str, Tensor]) -> None:
+        if self.comm.world_size == 1:
+            return
+        for path, tensor in tensors.items():
+            wire = tensor.contiguous()
+            self.comm.broadcast_(wire, path, agreed=True)  # by the contract
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.copy_(wire)
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Path -> buffer of any dtype, sorted by path; two names of one tensor count once."""
+    named = sorted((clean_path(path), buffer) for path, buffer in model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {path: buffer for path, buffer in named if first.setdefault(id(buffer), path) == path}
+
+
+def _first_buffer(forms: Sequence[dict[str, str]]) -> str:
+    for path in sorted(set().union(*forms)):
+        sides = [held.get(path, "no such buffer") for held in forms]
+        if len(set(sides)) > 1:
+            told = "; ".join(f"rank {rank} has {side}" for rank, side in enumerate(sides))
+            return f"the ranks hold different buffers and they are to be broadcast: {path}: {told}"
+    raise AssertionError("no difference between buffers")
+
+
+_Place = tuple[str, dict[str, Any], str, nn.Parameter]
+
+
+def _places(model: nn.Module, selection: Selection) -> list[_Place]:
+    """Where the model keeps each selected parameter: path, the module's own table, the name in it, the parameter."""
+    found: list[_Place] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            path = clean_path(f"{prefix}.{name}" if prefix else name)
+            chosen = selection.parameters.get(path)
+            if chosen is not None and chosen is parameter:
+                found.append((path, module._parameters, name, chosen))
+    return found

@@ -1,0 +1,244 @@
+"""What ZeRO-1 and ZeRO-2 sessions share: set-up of layout and slices, what they tell of themselves, and records."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardrun.errors import ContractError, SelectionError, UsageError, by_all
+from shardrun.optim.kinds import OptionGroup
+from shardrun.optim.stepper import Stepper
+from shardrun.records.record import RECORD_VERSION, ShardRecord
+from shardrun.shard.flat_buffer import FlatBuffers
+from shardrun.shard.flat_gradients import Pending
+from shardrun.shard.layout import Entry, FlatLayout
+from shardrun.step.agreement import Request, Window, is_real
+from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.joint_step import Part, StepResult, require_whole, run_step
+from shardrun.step.masters import Masters
+from shardrun.step.record_fit import Expected, joint_misfits, judge
+from shardrun.step.slices import make_slice
+
+BUCKET_BYTES = 16 << 20
+
+
+class ShardedOptimizer(ABC):
+    """An optimizer over a session's selected trainable parameters, its state spread over the ranks of the group.
+
+    SelectedZero1 and SelectedZero2 say what happens in each phase of a step; when, says joint_step.run_step.
+    """
+
+    strategy: ClassVar[str]
+    stages_on_gradients = True
+    stepper: Stepper
+
+    def __init__(self, session: SelectedDataParallel, name: str, masters: bool, layout: FlatLayout) -> None:
+        self.session = session
+        self.comm = session.comm
+        self.name = name
+        self.masters = masters
+        self.layout = layout
+        self.layout_digest = layout.digest[:16]
+        self.step_count = 0
+        self.torn = False
+        session.taken_by = f"{type(self).__name__} {name}"
+        self.flat = FlatBuffers(layout, session.parameters, self.comm.rank, self.comm.world_size)
+        self.slices = [make_slice(bucket, masters, self.comm.world_size > 1) for bucket in self.flat.buckets]
+        self._masters = Masters(self.slices, self.flat)
+
+    # ---- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Path -> selected Parameter, frozen ones and aliases included."""
+        return self.session.parameters
+
+    @property
+    def trainable_parameters(self) -> list[str]:
+        """Paths of the distinct selected trainable parameters, in the root's order."""
+        return list(self.session.order)
+
+    @property
+    def paths(self) -> list[str]:
+        """The same paths in the order of the flat buffers."""
+        return self.flat.paths
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the session's group."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group, and of slices of each bucket."""
+        return self.comm.world_size
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch.optim object over what this rank steps; its leaves are views into the flat storage."""
+        return self.stepper.optimizer
+
+    @property
+    def state_parameter_count(self) -> int:
+        """Number of parameters of which this rank holds optimizer state."""
+        return len({fragment.path for s in self.slices for fragment in s.bucket.fragments})
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state on this rank: state and FP32 masters, padding included."""
+        return self._masters.nbytes + self.stepper.state_nbytes
+
+    @property
+    def gradient_nbytes(self) -> dict[str, int]:
+        """Bytes of gradient memory on this rank: pending FP32 gradients (whole), reduced slices, proposed slices."""
+        return {
+            "pending": sum(s.bucket.grad.nbytes for s in self.slices),
+            "reduced": sum(s.reduced.nbytes for s in self.slices),
+            "proposed": sum(s.proposed.nbytes for s in self.slices if s.proposed is not None),
+        }
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def request(
+        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
+    ) -> Request:
+        """What is asked of this session in one step."""
+        rates: Sequence[object] = self.stepper.rates(lr) if lr is None or is_real(lr) else [lr]
+        return Request(mode, weight, missing, rates, self.stepper.terms(), max_grad_norm)
+
+    def result(self, window: Window, norm: float | None) -> StepResult:
+        """What the caller of a step gets."""
+        absent = tuple(path for path, here in window.present.items() if not here)
+        return StepResult(window.global_weight, norm, self.session.remaining_gradients(), absent)
+
+    def _step(
+        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
+    ) -> StepResult:
+        part = Part(self, self.request(mode, weight, lr, missing, max_grad_norm))
+        norm = run_step(self.comm, f"step {self.step_count + 1} of {self.name}", [part], max_grad_norm)
+        return self.result(part.window, norm)
+
+    @abstractmethod
+    def collect(self) -> Pending: ...
+    @abstractmethod
+    def reduce(self, window: Window, pending: Pending) -> None: ...
+    @abstractmethod
+    def normalise(self, divisor: int | None) -> None: ...
+    @abstractmethod
+    def gradients(self) -> Sequence[Tensor]: ...
+    @abstractmethod
+    def propose(self, window: Window, rates: Sequence[float]) -> None: ...
+    @abstractmethod
+    def gather(self) -> None: ...
+    @abstractmethod
+    def commit(self, window: Window, rates: Sequence[float]) -> None: ...
+    @abstractmethod
+    def _described(self) -> dict[str, Any]:
+        """The optimizer as a record tells of it."""
+
+    def _problems(self, pending: Pending) -> Pending:
+        """`pending`, with what is wrong with this session's parameters on this rank."""
+        return replace(pending, problems=(*pending.problems, *self._masters.overwritten(), *self.session.replaced()))
+
+    def non_finite(self, pending: Pending) -> str | None:
+        """Path of the first pending gradient that holds a NaN or an infinity; for the message, after one was found."""
+        return self.flat.gradients.non_finite(pending.present)
+
+    def clear(self) -> None:
+        """Drop the window's pending gradients; local."""
+        self.flat.clear()
+
+    def discard_gradients(self) -> None:
+        """Drop the window's pending gradients without a step; local, every rank decides alike."""
+        self.clear()
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' present values into the FP32 masters, after they were changed; local, every rank."""
+        self._masters.refresh()
+
+    # ---- records -----------------------------------------------------------------------------------------------
+
+    def _record_tensors(self) -> dict[str, Tensor]:
+        require_whole(self)
+        return self.stepper.state_tensors() | {name: view.clone() for name, view in self._masters.views.items()}
+
+    def load_record(self, record: ShardRecord) -> None:
+        """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change."""
+        masters = self._masters.views
+        mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
+        found, shared = judge(
+            record, self.record_meta(), lambda held: {**self.stepper.expected_tensors(held), **mastered}
+        )
+        told = f"record of {self.name} does not fit: "
+        error = ContractError(told + "; ".join(found)) if found else None
+        if joint := joint_misfits(self.comm.agree(f"load_record of {self.name}", shared, error)):
+            raise by_all(ContractError(told + "; ".join(joint)))
+        self.stepper.load_state_tensors(record.tensors)
+        self._masters.load(record.tensors)
+        self.step_count = int(record.meta["step_count"])
+
+    def record_meta(self) -> dict[str, Any]:
+        """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
+        fragments = self.layout.fragments(self.rank, self.world_size)
+        return {
+            "version": RECORD_VERSION,
+            "group": self.name,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step_count": self.step_count,
+            "contract": self.session.contract.to_json(),
+            "layout": self.layout.to_json(),
+            "optimizer": self._described(),
+            "numerics": {"seam": self.comm.seam},
+            "fragments": {path: list(extent) for path, extent in fragments.items()},
+        }
+
+
+def on_first_paths(session: SelectedDataParallel, groups: Sequence[OptionGroup]) -> list[OptionGroup]:
+    """The groups with every tied parameter under its first path, whichever of its names they use."""
+    first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}
+    return [replace(group, paths=frozenset(first.get(path, path) for path in group.paths)) for group in groups]
+
+
+def entries_of(session: SelectedDataParallel, group: Callable[[str], int]) -> list[Entry]:
+    """What is to be placed, in the root's order; float16 is refused."""
+    specs = {spec.path: spec for spec in session.contract.specs}
+    for path in session.order:
+        if specs[path].dtype == "float16":
+            raise SelectionError(f"{path} is float16, which needs a dynamic loss scale; use bfloat16 or float32")
+    return [Entry(path, specs[path].numel, specs[path].dtype, group(path)) for path in session.order]
+
+
+def agree_layout(session: SelectedDataParallel, name: str, asked: str, plan: Callable[[], FlatLayout]) -> FlatLayout:
+    """The layout that the group's root plans; collective. `asked` has all options: a difference is refused by all.
+
+    `plan` raises UsageError for what is wrong with the call on this rank.
+    """
+    layout: FlatLayout | None = None
+    problem: UsageError | None = None
+    try:
+        layout = plan()
+    except UsageError as error:
+        problem = error
+    answers = session.comm.agree(
+        f"layout of {name}",
+        {
+            "asked": hashlib.sha256(asked.encode()).hexdigest(),
+            "layout": layout.to_json() if layout is not None and session.comm.rank == 0 else None,
+        },
+        problem,
+    )
+    if len({answer["asked"] for answer in answers}) > 1:
+        raise by_all(UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}"))
+    return FlatLayout.from_json(answers[0]["layout"])
+
+
+def options_text(options: Mapping[str, Any], groups: Sequence[OptionGroup]) -> str:
+    """All options of an optimizer as text that is the same on all ranks that give the same."""
+    return repr((sorted(options.items()), [(sorted(g.paths), sorted(g.options.items()), g.lr_scale) for g in groups]))

@@ -1,0 +1,231 @@
+"""ZeRO-1 over a selection: every tensor has one owner, who alone holds its optimizer state and steps it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrun.errors import UsageError
+from shardrun.optim.kinds import Declared, OptionGroup, any_kind, check_options, group_of, takes, update_cost
+from shardrun.records.record import Zero1Record
+from shardrun.shard.flat_gradients import Pending
+from shardrun.shard.layout import FlatLayout, balanced_owners, plan_owned_layout
+from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
+from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.joint_step import StepResult, as_flag
+from shardrun.step.owned import OwnedOptimizer, Share
+from shardrun.step.sharded import (
+    BUCKET_BYTES,
+    ShardedOptimizer,
+    agree_layout,
+    entries_of,
+    on_first_paths,
+    options_text,
+)
+
+FP32, OWN_DTYPE, AS_DECLARED = "in float32", "in their parameters' dtype", "as declared"
+"""As declared: float32 where there are masters, else the parameter's own."""
+
+
+class SelectedZero1(ShardedOptimizer):
+    """Any optimizer over the session's selected trainable parameters, each stepped whole by its owner.
+
+    Collective to make: every rank of the session's group, with the same arguments. `optimizer` is a class of
+    torch.optim (Muon and other matrix optimizers too), its name, or `Declared`; `options` are its own. What it does not
+    take (Muon: everything that is not 2-D) goes to `rest` with `rest_options`; `split` tells which went where.
+    `owners`: path -> rank; without it parameters are dealt out so that the ranks' updates cost about the same
+    (Newton-Schulz of a matrix counts as what it multiplies). `masters`: FP32 master weights for 16-bit parameters, on
+    the owner.
+    """
+
+    strategy = "zero1"
+
+    def __init__(
+        self,
+        session: SelectedDataParallel,
+        optimizer: type[torch.optim.Optimizer] | str | Declared,
+        *,
+        option_groups: Sequence[OptionGroup] = (),
+        owners: Mapping[str, int] | None = None,
+        rest: type[torch.optim.Optimizer] | str | Declared = torch.optim.AdamW,
+        rest_options: Mapping[str, Any] | None = None,
+        masters: bool = True,
+        name: str = "default",
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        kinds = any_kind(optimizer), any_kind(rest)
+        self.kind = kinds[0]
+        groups = on_first_paths(session, option_groups)
+        specs = {spec.path: spec for spec in session.contract.distinct()}
+        mine = {path for path in session.order if takes(kinds[0], specs[path].shape)}
+        shares = [
+            Share(kinds[0], mine, options, groups),
+            Share(kinds[1], set(session.order) - mine, rest_options or {}, groups),
+        ]
+        self.split = {share.kind.name: [path for path in session.order if path in share.paths] for share in shares}
+        share_of = {path: share for share in shares for path in share.paths}
+        costs = {p: update_cost(share_of[p].kind, specs[p].shape, share_of[p].options) for p in session.order}
+
+        def space_of(path: str) -> int:
+            return group_of(path, groups) + (0 if path in mine else len(groups) + 1)
+
+        def plan() -> FlatLayout:
+            for share in shares:
+                check_options(share.kind, share.options, share.groups, share.paths)
+            if left := [path for path in shares[1].paths if not takes(kinds[1], specs[path].shape)]:
+                raise UsageError(
+                    f"{left[0]} {specs[left[0]].shape}: neither {kinds[0].name} nor {kinds[1].name} takes it"
+                )
+            chosen = balanced_owners(costs, session.comm.world_size) if owners is None else _checked(session, owners)
+            entries = entries_of(session, space_of)
+            return plan_owned_layout(entries, chosen, max(1, bucket_bytes // 4), session.comm.world_size)
+
+        asked = "; ".join(f"{share.kind.name} {options_text(share.options, share.groups)}" for share in shares)
+        asked += f" {masters} {bucket_bytes} {None if owners is None else sorted(owners.items())}"
+        super().__init__(session, name, masters, agree_layout(session, name, asked, plan))
+        self.owners = {
+            path: rank for rank in range(self.world_size) for path in self.layout.fragments(rank, self.world_size)
+        }
+        """Path -> the rank of the group that owns it."""
+        shapes = {path: spec.shape for path, spec in specs.items()}
+        self.stepper = self._owned = OwnedOptimizer(shares, self.slices, shapes)
+        self._dtype = AS_DECLARED
+
+    def step(
+        self,
+        *,
+        local_weight: int | Tensor,
+        lr: float | None = None,
+        missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
+        max_grad_norm: float | None = None,
+    ) -> StepResult:
+        """Update by the exact weighted mean, rounded once to each parameter's own dtype.
+
+        The arguments are those of SelectedZero2.step. Every rank of the group calls it after its last backward.
+        """
+        return self._in(OWN_DTYPE, MEAN, local_weight, lr, missing, max_grad_norm)
+
+    def step_fp32(
+        self,
+        *,
+        local_weight: int | Tensor,
+        lr: float | None = None,
+        missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
+        max_grad_norm: float | None = None,
+    ) -> StepResult:
+        """The same with gradients that stay float32; 16-bit parameters need FP32 masters for it."""
+        return self._in(FP32, MEAN, local_weight, lr, missing, max_grad_norm)
+
+    def step_sum(
+        self,
+        *,
+        local_active: bool,
+        lr: float | None = None,
+        missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
+        max_grad_norm: float | None = None,
+    ) -> StepResult:
+        """Update by the sum over active ranks, divided by nothing, rounded once to each parameter's own dtype."""
+        return self._in(OWN_DTYPE, SUM, as_flag(local_active), lr, missing, max_grad_norm)
+
+    def step_sum_fp32(
+        self,
+        *,
+        local_active: bool,
+        lr: float | None = None,
+        missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
+        max_grad_norm: float | None = None,
+    ) -> StepResult:
+        """The same with gradients that stay float32; 16-bit parameters need FP32 masters for it."""
+        return self._in(FP32, SUM, as_flag(local_active), lr, missing, max_grad_norm)
+
+    def request(
+        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
+    ) -> Request:
+        """What is asked of this session in one step."""
+        asked = super().request(mode, weight, lr, missing, max_grad_norm)
+        return replace(asked, options=f"{asked.options} gradients {self._dtype}")
+
+    def _in(self, dtype: str, mode: str, weight: object, *rest: Any) -> StepResult:
+        """One step with gradients in `dtype`; what take_step joins takes them as the optimizer is declared."""
+        self._dtype = dtype
+        try:
+            return self._step(mode, weight, *rest)
+        finally:
+            self._dtype = AS_DECLARED
+
+    # ---- the phases, in the order of joint_step.run_step ---------------------------------------------------------
+
+    def collect(self) -> Pending:
+        """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
+        pending = self._problems(self.flat.collect())
+        unfit = self._dtype == FP32 and any(s.leaf.dtype != torch.float32 for s in self.slices)
+        told = "FP32 gradients of 16-bit parameters go to FP32 masters, and this session has none: use step, or masters"
+        return replace(pending, problems=(*pending.problems, told)) if unfit else pending
+
+    # agree: step/agreement.py, the same for every strategy
+
+    def reduce(self, window: Window, pending: Pending) -> None:
+        """Sum over ranks in FP32: this rank receives the tensors that it owns. Pending gradients are not written."""
+        self.flat.gradients.zero_absent(pending.present)
+        for s in reversed(self.slices):  # the order in which backward finishes them
+            splits = s.bucket.splits
+            self.comm.reduce_slice(s.bucket.grad, s.reduced, splits=splits, contributes=window.contributes)
+
+    def normalise(self, divisor: int | None) -> None:
+        """Divide once by the exact weight, in FP32; round to the parameters' dtype if asked for."""
+        for s in self.slices:
+            s.normalise(divisor, rounds=self._dtype == OWN_DTYPE)
+
+    def gradients(self) -> list[Tensor]:
+        """What is judged and clipped: (n,) per slice of owned tensors, in the optimizer's gradient dtype."""
+        return [s.grad for s in self.slices]
+
+    def propose(self, window: Window, rates: Sequence[float]) -> None:
+        """The optimizer's new tensors, beside the live ones."""
+        self.stepper.propose(window.present, rates)
+
+    def gather(self) -> None:
+        """All owners' new tensors into staging, on the memory of the pending gradients. A world of one skips it."""
+        for s in self.slices:
+            if s.proposed is not None:
+                self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits)
+
+    # vote: one for all sessions of the step
+
+    def commit(self, window: Window, rates: Sequence[float]) -> None:
+        """Switch over, by local work alone: state and masters in place, then staging into the parameters' storage."""
+        self.stepper.commit(window.present, rates)
+        for s in self.slices:
+            s.commit()
+        self.step_count += 1
+        self.flat.clear_staged()
+
+    # ---- records -----------------------------------------------------------------------------------------------
+
+    def to_record(self) -> Zero1Record:
+        """Optimizer state and masters of the tensors that this rank owns, copied; local. Save it with the model."""
+        return Zero1Record(self.record_meta(), self._record_tensors())
+
+    def _described(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, "masters": self.masters, "owners": self.owners, **self._owned.summary()}
+
+
+def _checked(session: SelectedDataParallel, owners: Mapping[str, int]) -> Mapping[str, int]:
+    """`owners` by first paths; UsageError unless it names each trainable parameter and a rank of the group."""
+    first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}
+    given = {first.get(path, path): rank for path, rank in owners.items()}
+    if unlike := sorted(set(given) ^ set(session.order)):
+        raise UsageError(
+            f"owners: {unlike[0]} ({len(unlike)} in all) is named and not trained, or trained and not named"
+        )
+    for path, rank in given.items():
+        if not 0 <= rank < session.comm.world_size:
+            raise UsageError(
+                f"owners: {path} is given to rank {rank}; the group has 0 to {session.comm.world_size - 1}"
+            )
+    return given
