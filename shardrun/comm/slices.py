@@ -100,11 +100,17 @@ class ExchangeSeam:
         self._exchange([raw[me]] * size, raw)
 
     def _exchange(self, send: list[Tensor], receive: list[Tensor]) -> None:
-        """Slices without elements are not sent: both sides know their size."""
+        """In place of a slice without elements one is sent that nobody reads.
+
+        Every message counts in torch's numbering of collectives, which has to be the same on all ranks where
+        TORCH_DISTRIBUTED_DEBUG=DETAIL compares it.
+        """
         me, size, handle = self._group.rank, self._group.size, self._group.handle
         peers = [(me + shift) % size for shift in range(1, size)]
-        works = [dist.irecv(receive[peer], group=handle, group_src=peer) for peer in peers if receive[peer].numel()]
-        works += [dist.isend(send[peer], group=handle, group_dst=peer) for peer in peers if send[peer].numel()]
+        send = [piece if piece.numel() else self._scratch.take(size, 1, piece) for piece in send]
+        receive = [piece if piece.numel() else self._scratch.take(size + 1, 1, piece) for piece in receive]
+        works = [dist.irecv(receive[peer], group=handle, group_src=peer) for peer in peers]
+        works += [dist.isend(send[peer], group=handle, group_dst=peer) for peer in peers]
         for work in works:
             assert work is not None  # this rank is a member of the group
             work.wait()
