@@ -171,7 +171,7 @@ def agree_windows(world: Communicator, call: str, weight: object, parts: Sequenc
         text = f"{part.state}; {part.request.terms()}"
         numbers = balance(text, part.comm.rank, part.comm.world_size, f"{part.name} {part.comm.ranks}")
         cancelling = [a + b for a, b in zip(cancelling, numbers, strict=True)]
-    found = world.compare(call, "sessions", {"terms": joint}, [own_weight, means, len(problems), *cancelling])
+    found = world.compare("take_step", "sessions", {"terms": joint}, [own_weight, means, len(problems), *cancelling])
     global_weight, means, failures, *rest = found.sums
     if failures:
         raise _refusal(call, _by_rank(world, "problems", "; ".join(dict.fromkeys(problems))))
@@ -184,7 +184,7 @@ def agree_windows(world: Communicator, call: str, weight: object, parts: Sequenc
         windows.append(window)
         refused += [f"{part.name}: {told}"] if told else []
     moving = sum(any(window.present.values()) for window in windows)
-    failures, moving = world.compare(call, "windows", {}, [len(refused), moving]).sums
+    failures, moving = world.compare("take_step", "windows", {}, [len(refused), moving]).sums
     if failures:
         raise _refusal(call, "; ".join(dict.fromkeys(filter(None, world.texts("refusals", "; ".join(refused))))))
     if means and global_weight == 0:
@@ -232,7 +232,8 @@ def _missing(request: Request, paths: Sequence[str], shown: Mapping[int, str], r
         if absent and request.missing != MissingGradientPolicy.ZERO:
             who = "no rank has a gradient for" if rank < 0 else f"rank {ranks[rank]} has no gradient for"
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            return f"{who} {absent[0]}{more} (missing_gradients: {request.missing})"
+            why = "others have one" if request.missing == ALIKE else f"missing_gradients: {request.missing}"
+            return f"{who} {absent[0]}{more} ({why})"
     return ""
 
 
