@@ -118,6 +118,11 @@ class FlatGradients:
             for path, parameter in self._frozen
             if parameter.requires_grad
         ]
+        problems += [
+            f"{path}: is frozen and has a gradient, which nobody would apply; set its .grad to None"
+            for path, parameter in self._frozen
+            if not parameter.requires_grad and parameter.grad is not None
+        ]
         for held in self.held:
             grad = held.parameter.grad if grads is None else grads.get(held.path)
             problem = _structure_problem(held) or (grad is not None and _form_problem(held, grad))

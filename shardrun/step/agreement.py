@@ -63,13 +63,14 @@ class Request:
         """What all sessions of one step ask for alike."""
         return f"missing {self.missing}, max_grad_norm {_bits(self.max_grad_norm)}"
 
-    def problems(self) -> list[str]:
-        """What is wrong with it on this rank."""
+    def problems(self, world_size: int) -> list[str]:
+        """What is wrong with it on this rank; the weights of all ranks have to add up inside int64."""
         found = []
+        above = min(MAX_WEIGHT, (1 << 62) // world_size)
         try:
             weight = integer_weight(self.weight)
-            if not 0 <= weight < MAX_WEIGHT:
-                found.append(f"weight is {weight}; it must be 0 to {MAX_WEIGHT - 1}")
+            if not 0 <= weight < above:
+                found.append(f"weight is {weight}; it must be 0 to {above - 1}")
         except TypeError:
             found.append(f"weight is {self.weight!r}; it must be an int or a 0-dim integer tensor")
         for rate in self.rates:
@@ -120,7 +121,7 @@ def agree_window(
     `call` names the step and `layout` all its buckets: ranks in different steps meet here, not in a data collective.
     Raises StepRefused on every rank, or EmptyWindowError for a global weight of 0 in mean mode; nothing has changed.
     """
-    problems = [*request.problems(), *pending.problems]
+    problems = [*request.problems(comm.world_size), *pending.problems]
     weight = 0 if problems else integer_weight(request.weight)
     bitmap = pending.bitmap
     found = comm.compare(
@@ -162,7 +163,7 @@ def agree_windows(world: Communicator, call: str, weight: object, parts: Sequenc
     Collective over the world, whose ranks may be in different groups. `weight` is this rank's for all sessions that
     are stepped by their mean; their window has the world's. `parts` stand in the same order of groups on all ranks.
     """
-    problems = [told for part in parts for told in (*part.request.problems(), *part.pending.problems)]
+    problems = [told for part in parts for told in (*part.request.problems(world.world_size), *part.pending.problems)]
     joint = parts[0].request.joint_terms()
     means = sum(part.request.mode == MEAN for part in parts)
     own_weight = 0 if problems or not means else integer_weight(weight)

@@ -87,10 +87,12 @@ class ParamStore:
         """The state of this store under `comm`, made by the first step. Collective then; UsageError on a change."""
         if self._replica is None:
             self._replica = _Replica(self, kind, options, comm)
-        if self._replica.kind != kind or self._replica.comm is not comm:
-            told = f"this store is stepped by {self._replica.kind} on its first communicator"
-            raise UsageError(f"{told}; this call is {kind}{'' if self._replica.comm is comm else ' on another one'}")
-        return self._replica
+        replica = self._replica
+        if replica.kind != kind:
+            raise UsageError(f"this store is stepped by {replica.kind} since its first step; this call is {kind}")
+        if replica.comm is not comm and not replica.comm.world_size == comm.world_size == 1:
+            raise UsageError("this store is stepped on the communicator of its first step; this call gives another one")
+        return replica
 
 
 def step_sgd(store: ParamStore, config: SGDConfig, comm: Communicator, grads: Gradients | None = None) -> None:
