@@ -96,7 +96,7 @@ class SliceOptimizer(GroupedOptimizer):
         chunk_numel: int | None = None,
     ) -> None:
         device = slices[0].leaf.device if slices else torch.device("cpu")
-        super().__init__(kind, options, option_groups, device)
+        super().__init__(kind, options, option_groups, device, {tensors.leaf.dtype for tensors in slices})
         self._chunk_numel = chunk_numel or CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cpu"])
         assert self._chunk_numel % ALIGN == 0
         self._alone = all(tensors.proposed is None for tensors in slices)

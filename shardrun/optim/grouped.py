@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,25 @@ from shardrun.optim.table import Elementwise, Kind
 
 
 class GroupedOptimizer:
-    """The options and rates of an engine; see `Stepper`. Local."""
+    """The options and rates of an engine; see `Stepper`. Local.
+
+    `device` and `dtypes` are those of the leaves on every rank, so that all ranks settle open options alike.
+    """
 
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, kind: Kind, options: Mapping[str, Any], option_groups: Sequence[OptionGroup], device: torch.device
+        self,
+        kind: Kind,
+        options: Mapping[str, Any],
+        option_groups: Sequence[OptionGroup],
+        device: torch.device,
+        dtypes: Collection[torch.dtype],
     ) -> None:
         self.kind = kind
         self.lr_scales = [1.0, *(group.lr_scale for group in option_groups)]
-        self.options = [_settled(kind, options, device)]
-        self.options += [_settled(kind, {**options, **group.options}, device) for group in option_groups]
+        merged = [options, *({**options, **group.options} for group in option_groups)]
+        self.options = [_settled(kind, one, device, dtypes) for one in merged]
         # Of a declared optimizer the state itself is looked at, after each update.
         self._keys = [set(kind.keys(group)) for group in self.options] if kind.declared is None else []
 
@@ -88,13 +96,15 @@ class GroupedOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _settled(kind: Kind, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _settled(
+    kind: Kind, options: Mapping[str, Any], device: torch.device, dtypes: Collection[torch.dtype]
+) -> dict[str, Any]:
     """The options with `fused` and `foreach` decided, where torch leaves these open."""
     if kind.declared is not None:
         return dict(options)
     if not isinstance(kind, Elementwise):
         return {key: value for key, value in options.items() if key not in ("fused", "foreach")}
-    fused = resolve_fused(options.get("fused"), options, device, kind)
+    fused = resolve_fused(options.get("fused"), options, device, kind, dtypes)
     settled = {**options, "fused": fused}
     if not fused:
         # torch's multi-tensor kernels would allocate temporaries for all leaves at once, in commit too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from shardrun.errors import UsageError
 from shardrun.optim.declared import Declared, probe
 from shardrun.optim.table import ELEMENTWISE, MATRIX, Elementwise, Kind, Matrix
+from shardrun.shard.layout import ALIGN
 
 __all__ = [
     "ELEMENTWISE",
@@ -141,22 +143,50 @@ def group_of(path: str, groups: Sequence[OptionGroup]) -> int:
 
 
 def resolve_fused(
-    fused: bool | None, options: Mapping[str, Any], device: torch.device, kind: Kind = ELEMENTWISE["adamw"]
+    fused: bool | None,
+    options: Mapping[str, Any],
+    device: torch.device,
+    kind: Kind = ELEMENTWISE["adamw"],
+    dtypes: Collection[torch.dtype] = (),
 ) -> bool:
     """Whether the fused kernel is used: as asked for, or wherever torch has one for this class, device and options.
 
-    UsageError if it is asked for and torch has none.
+    UsageError if it is asked for and torch has none, or one that does not update leaves of one of `dtypes`.
     """
-    there = kind.fused_op is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"aten::{kind.fused_op}", device.type.upper()
+    there = (
+        kind.fused_op is not None
+        and device.type in ("cpu", "cuda")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kind.fused_op}", device.type.upper())
     )
     if fused and not there:
         raise UsageError(
-            f"{kind.name}: fused is set, and torch has no fused kernel of it on {device.type}; leave it out"
+            f"{kind.name}: fused is set, and torch has no fused {kind.name} on {device.type}; leave it out"
+        )
+    broken = [str(dtype) for dtype in dtypes if there and not fused_is_sound(kind, device, dtype)]
+    if fused and broken:
+        raise UsageError(
+            f"{kind.name}: fused is set, and the fused kernel of torch {torch.__version__} on {device.type} leaves "
+            f"{broken[0]} leaves as they are (pytorch issue 191763); leave it out, or keep FP32 masters"
         )
     if fused is not None:
         return fused
-    return there and not any(options.get(key) for key in ("foreach", "capturable", "differentiable"))
+    return there and not broken and not any(options.get(key) for key in ("foreach", "capturable", "differentiable"))
+
+
+@functools.cache
+def fused_is_sound(kind: Kind, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernel does with 16-bit leaves what the plain one does, tried out on a few elements.
+
+    torch 2.13's fused SGD on the CPU does not: it updates the elements behind the last full vector register only.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    leaves = [torch.ones(ALIGN, dtype=dtype, device=device) for _ in range(2)]
+    for leaf, options in zip(leaves, ({"fused": True}, {"fused": False, "foreach": False}), strict=True):
+        optimizer = kind.cls([leaf], lr=0.25, **options)
+        leaf.grad = torch.ones_like(leaf)
+        optimizer.step()
+    return torch.allclose(leaves[0].float(), leaves[1].float(), rtol=0.05)
 
 
 def check_options(

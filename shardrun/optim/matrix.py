@@ -61,7 +61,12 @@ class TensorOptimizer(GroupedOptimizer):
         option_groups: Sequence[OptionGroup],
         tensors: Sequence[WholeTensor],
     ) -> None:
-        super().__init__(kind, options, option_groups, tensors[0].leaf.device if tensors else torch.device("cpu"))
+        device = tensors[0].leaf.device if tensors else torch.device("cpu")
+        # Other ranks own other tensors: an open `fused` is settled as if every rank had 16-bit leaves.
+        dtypes = {tensor.leaf.dtype for tensor in tensors} | (
+            {torch.bfloat16} if options.get("fused") is None else set()
+        )
+        super().__init__(kind, options, option_groups, device, dtypes)
         self._shadows = [_Shadow(tensor, torch.empty_like(tensor.leaf)) for tensor in tensors]
         self._start(self._by_group([shadow.tensor.leaf for shadow in self._shadows]))
         self._shadow_optimizer = self._make(self._by_group([shadow.leaf for shadow in self._shadows]))

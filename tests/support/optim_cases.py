@@ -1,0 +1,105 @@
+"""Every elementwise class of torch.optim with a sweep of its options, and the plain optimizer to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Options = dict[str, Any]
+
+_DECAY: Options = {"weight_decay": 0.1}
+_MAX: Options = {"maximize": True}
+_BETAS: Options = {"betas": (0.7, 0.95), "eps": 1e-4}
+
+SWEEP: dict[str, list[Options]] = {
+    "sgd": [
+        {"fused": False},
+        {"fused": False, "momentum": 0.9, **_DECAY},
+        {"fused": False, "momentum": 0.8, "dampening": 0.3, **_MAX},
+        {"fused": False, "momentum": 0.9, "nesterov": True},
+        {"fused": True, "momentum": 0.9, "nesterov": True, **_DECAY},
+        {"fused": True, "momentum": 0.8, "dampening": 0.3, **_MAX},
+        {"lr": 0.3},
+    ],
+    "adam": [
+        {"fused": False, **_DECAY},
+        {"fused": False, "amsgrad": True, **_BETAS},
+        {"fused": True, "amsgrad": True, **_MAX},
+        {"decoupled_weight_decay": True, **_DECAY},
+        {},
+    ],
+    "adamw": [{"fused": False}, {"fused": False, "amsgrad": True, **_MAX}, {"fused": True, **_DECAY, **_BETAS}],
+    "nadam": [{}, {**_DECAY, **_BETAS}, {"momentum_decay": 0.02, "decoupled_weight_decay": True, **_DECAY}, _MAX],
+    "radam": [{}, {"lr": 0.1, "betas": (0.6, 0.8)}, {"decoupled_weight_decay": True, **_DECAY}, {**_DECAY, **_MAX}],
+    "adamax": [{}, {**_DECAY, **_BETAS}, _MAX],
+    "adagrad": [
+        {"fused": False},
+        {"fused": False, "lr_decay": 0.1, "initial_accumulator_value": 0.5, **_DECAY},
+        {"fused": True, "lr_decay": 0.1, "initial_accumulator_value": 0.5, **_DECAY},
+        {"fused": True, "eps": 1e-3, **_MAX},
+    ],
+    "adadelta": [{}, {"rho": 0.5, "eps": 1e-3, **_DECAY}, {"lr": 0.2, **_MAX}],
+    "rmsprop": [
+        {},
+        {"alpha": 0.9, "eps": 1e-4, **_DECAY},
+        {"momentum": 0.9, "centered": True, **_MAX},
+        {"centered": True},
+        {"momentum": 0.5, **_DECAY},
+    ],
+    "rprop": [{}, {"etas": (0.3, 1.7), "step_sizes": (1e-3, 0.5)}, _MAX],
+    "asgd": [{}, {"lambd": 0.1, "alpha": 0.5, "t0": 2.0}, {"lr": 0.3, "t0": 0.0, **_DECAY}, _MAX],
+}
+CASES = [(name, options) for name, sweep in SWEEP.items() for options in sweep]
+CASE_IDS = [f"{name} {number}" for name, sweep in SWEEP.items() for number in range(len(sweep))]
+
+STEPS = 7
+# A parameter's first update comes in the step of its number; after that it misses one in three.
+FIRST = {"long": 0, "flat": 0, "one": 1, "late": 3, "never": STEPS}
+
+
+def present_in(step: int) -> dict[str, bool]:
+    """Which parameters have a gradient in `step`: first updates beside later ones, absent ones, one that never has."""
+    return {
+        path: step == first or (step > first and (step + index) % 3 != 0)
+        for index, (path, first) in enumerate(FIRST.items())
+    }
+
+
+def rate_in(step: int, base: float) -> float:
+    """A learning rate that changes with every step."""
+    return base * (1.0 - step / 11)
+
+
+class PlainTorch:
+    """torch.optim on whole parameters, one object for each: what is compared with, and what tells the base rate.
+
+    Its first rate counts: Rprop and ASGD keep it in their state.
+    """
+
+    def __init__(self, make: Any, options: Mapping[str, Any], start: Mapping[str, Tensor]) -> None:
+        self.leaves = {path: value.clone() for path, value in start.items()}
+        self.optimizers = {path: make([leaf], **options) for path, leaf in self.leaves.items()}
+        first = next(iter(self.optimizers.values()))
+        self.base = float(first.defaults["lr"])
+
+    def step(self, gradients: Mapping[str, Tensor], present: Mapping[str, bool], rate: float) -> None:
+        """One update of everything that is present."""
+        for path, optimizer in self.optimizers.items():
+            self.leaves[path].grad = gradients[path].clone() if present[path] else None
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+
+    def state(self) -> Iterator[tuple[str, str, Any]]:
+        """(path, key, value) of all state there is."""
+        for path, optimizer in self.optimizers.items():
+            for key, value in optimizer.state.get(self.leaves[path], {}).items():
+                yield path, key, value
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A random tensor for each path, the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return {path: torch.randn(shape, generator=generator).to(dtype) for path, shape in shapes.items()}
