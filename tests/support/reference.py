@@ -95,14 +95,15 @@ class Part:
 
     def sums(self) -> dict[str, Tensor | None]:
         """Float32 sums in rank order; None where no contributing rank has a gradient."""
-        total = replicated_sum([s.gradients for s in self.shares.values()], [s.weight for s in self.shares.values()])
-        return {path: total.get(path) for path in self.paths}
+        held = [{path: share.gradients.get(path) for path in self.paths} for share in self.shares.values()]
+        return replicated_sum(held, [share.weight for share in self.shares.values()])
 
     def magnitudes(self) -> dict[str, Tensor]:
         """Sums of the absolute values: how much there was to cancel."""
         held: dict[str, Tensor] = {}
         for share in self.contributing.values():
-            for path, grad in share.gradients.items():
+            for path in self.paths:
+                grad = share.gradients.get(path)
                 if grad is not None:
                     held[path] = held.get(path, torch.zeros(grad.shape, dtype=torch.float64)) + grad.double().abs()
         return held
@@ -221,7 +222,8 @@ class PlainTorch:
         self._lr_scale = {path: (options or {}).get(path, {}).get("lr_scale", 1.0) for path in self.leaves}
         self._base_lr = float(defaults["lr"])
         # torch's fused SGD raises when, of the parameters of one group, some have a momentum buffer and some none yet.
-        alone = optimizer is torch.optim.SGD and bool(defaults.get("fused")) and bool(defaults.get("momentum"))
+        momenta = [defaults.get("momentum"), *(own.get("momentum") for own in (options or {}).values())]
+        alone = optimizer is torch.optim.SGD and bool(defaults.get("fused")) and any(momenta)
         groups = self._groups(options or {}, alone=alone)
         # torch wants at least one parameter; a session without a trainable one is valid all the same.
         self.optimizer = optimizer(groups, **defaults) if groups else None
@@ -259,15 +261,17 @@ class PlainTorch:
         return gradients
 
     def update(self, gradients: Mapping[str, Tensor], coefficient: float = 1.0, lr: float | None = None) -> None:
-        """Let the ordinary optimizer step with `gradients` times `coefficient`; what has none is left alone."""
+        """Let the ordinary optimizer step with `gradients` times `coefficient`; what has none is left alone.
+
+        `lr` is the base rate of this one step.
+        """
         if self.optimizer is None:
             return
         for path, leaf in self.leaves.items():
             grad = gradients.get(path)
             leaf.grad = grad * coefficient if grad is not None and coefficient < 1.0 else grad
-        if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = (self._base_lr if lr is None else lr) * group["lr_scale"]
         self.optimizer.step()
         self._publish()
 
@@ -554,3 +558,19 @@ FORMULAS: dict[str, tuple[Formula, Options]] = {
     "muon": (_muon, _MUON),
 }
 """Name -> how a value (start of the step, decoupled decay done) moves, and torch's own defaults but for the rate."""
+
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "muon": torch.optim.Muon,
+}
+"""torch's own, by the same names."""
