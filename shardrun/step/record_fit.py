@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardrun.records.fit import violations
-from shardrun.records.record import ShardRecord
+from shardrun.records.record import ShardRecord, record_key
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -30,13 +30,16 @@ def judge(
         reading = "tensors"
         found += [] if found else _tensor_misfits(record.tensors, expected(record.tensors))
         scalars = {name: float(tensor).hex() for name, tensor in record.tensors.items() if tensor.dim() == 0}
+        keys: dict[str, list[str]] = {path: [] for path in meta["fragments"]}
+        for path, key in map(record_key, () if found else sorted(record.tensors)):
+            keys[path].append(key)
     except Exception as error:  # a record may hold anything: whatever it breaks here, all ranks refuse it
         return [f"malformed {reading} ({type(error).__name__}: {error})"], {}
-    return found, {"step_count": steps, "scalars": scalars}
+    return found, {"step_count": steps, "scalars": scalars, "keys": keys}
 
 
 def joint_misfits(shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ranks hold differently though it is one and the same: the step count, scalars of one parameter."""
+    """What ranks hold differently though it is one and the same: the step count, one parameter's scalars and keys."""
     found = []
     steps = [held["step_count"] for held in shared]
     if len(set(steps)) > 1:
@@ -46,6 +49,11 @@ def joint_misfits(shared: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(set(sides.values())) > 1:
             told = ", ".join(f"rank {rank} {float.fromhex(value)}" for rank, value in sides.items())
             found.append(f"{name} differs between its holders: {told}")
+    for path in sorted(set().union(*(held["keys"] for held in shared))):
+        keys = {rank: held["keys"][path] for rank, held in enumerate(shared) if path in held["keys"]}
+        if len({tuple(own) for own in keys.values()}) > 1:
+            told = ", ".join(f"rank {rank} {' '.join(own) or 'none'}" for rank, own in keys.items())
+            found.append(f"{path}: its holders have state of different kinds: {told}")
     return found
 
 

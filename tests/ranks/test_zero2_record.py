@@ -310,3 +310,26 @@ def test_holders_of_one_parameter_must_agree_on_its_step() -> None:
         assert "w" in message
         assert "step" in message
         assert changed == []
+
+
+def _lost_momentum(comm: sr.Communicator) -> tuple[str, list[str]]:
+    """Both ranks hold a part of w; rank 1's record has lost the momentum, which a first update makes."""
+    model = Vectors({"w": (600,)})
+    zero2 = make_zero2(comm, model, _SGD, lr=0.01, momentum=0.9)
+    push(model, {"w": torch.ones(600)})
+    zero2.step(local_weight=1)
+    record = zero2.to_record()
+    if comm.rank == 1:
+        del record.tensors["w/momentum_buffer"]
+    before = photograph(zero2)
+    try:
+        zero2.load_record(record)
+    except sr.errors.ShardrunError as error:
+        return str(error), before.differences(photograph(zero2))
+    return "nothing", before.differences(photograph(zero2))
+
+
+def test_holders_of_one_parameter_must_hold_the_same_kinds_of_state() -> None:
+    for message, changed in run_ranks(2, _lost_momentum):
+        assert "w: its holders have state of different kinds: rank 0 momentum_buffer, rank 1 none" in message
+        assert changed == []
