@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import ContractError, UsageError, by_all
-from shardrun.optim.kinds import check_options, elementwise
+from shardrun.optim.kinds import check_options, elementwise, resolve_fused
 from shardrun.shard.contract import Contract, first_difference
 from shardrun.shard.flat_gradients import Pending
 from shardrun.shard.selection import select_parameters
@@ -136,6 +136,8 @@ class _Replica(WholeGradients):
         problem: UsageError | None = None
         try:
             check_options(elementwise(kind), options, (), parameters)
+            for parameter in parameters.values() if options["fused"] else ():
+                resolve_fused(True, options, parameter.device, elementwise(kind), [parameter.dtype])
         except UsageError as error:
             problem = error
         _agree(comm, store.selection.contract(), list(parameters), problem)

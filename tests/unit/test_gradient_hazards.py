@@ -7,6 +7,7 @@ import torch
 
 import shardrun as sr
 from shardrun.errors import StepRefused
+from shardrun.optim.kinds import elementwise, fused_is_sound
 from shardrun.step.agreement import Request
 from tests.support.models import OddShapes, Vectors, push, seeded
 from tests.support.sessions import make_zero2, photograph
@@ -44,3 +45,14 @@ def test_weights_of_all_ranks_add_up_inside_int64() -> None:
     assert largest * (1 << 15) < 1 << 63
     assert "weight is" in Request("mean", largest + 1, "zero", (0.1,), "").problems(1 << 15)[0]
     assert "weight is" in Request("mean", 1 << 53, "zero", (0.1,), "").problems(1)[0]
+
+
+def test_a_fused_kernel_that_skips_16_bit_leaves_is_refused_in_the_free_functions_too() -> None:
+    if fused_is_sound(elementwise("sgd"), torch.device("cpu"), torch.bfloat16):
+        pytest.skip("this torch has no such kernel")
+    model, comm = Vectors({"a": (64,)}, value=-0.29, dtype=torch.bfloat16), sr.Communicator.single()
+    push(model, {"a": torch.full((64,), -1.0)})
+    with pytest.raises(sr.errors.UsageError, match="sgd: fused is set"):
+        sr.step_sgd(sr.ParamStore(model), sr.SGDConfig(lr=0.1, fused=True), comm)
+    sr.step_sgd(sr.ParamStore(model), sr.SGDConfig(lr=0.1), comm)
+    assert model.get_parameter("a").float().mean().item() == pytest.approx(-0.19, abs=0.002)

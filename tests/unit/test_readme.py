@@ -9,13 +9,16 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 import typer.main
 
+import shardrun as sr
 from shardrun import errors, report
 from shardrun.cli.app import app
 from shardrun.config.load import load
 from shardrun.errors import ConfigError, ShardrunError
 from shardrun.run.stops import DEFAULT_WINDOWS
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -37,9 +40,9 @@ def section(title: str, text: str = TEXT) -> str:
     return found[1]
 
 
-def fenced(language: str, title: str) -> str:
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
-    return str(block)
+def fenced(language: str, title: str, number: int = 0) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+    return str(blocks[number])
 
 
 def rows(text: str) -> list[list[str]]:
@@ -85,7 +88,8 @@ def test_the_demo_is_told_as_make_runs_it() -> None:
 @each_page
 def test_links_and_paths_resolve(page: Path) -> None:
     text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#]+)", prose) if "://" not in link]
     paths = re.findall(r"\b(?:shardrun|tests|configs|recipes|docs)/[\w/.-]+\.(?:py|md|yaml)", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
@@ -163,3 +167,40 @@ def test_the_library_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("32 0.") and line.endswith("['0.bias']") for line in lines), lines
+
+
+def _experts(comm: sr.Communicator) -> list[tuple[int, float]]:
+    """The example of the README, on ranks that are there already."""
+    printed: list[tuple[int, float]] = []
+    text = fenced("python", "The library", 1)
+    made = 'sr.Communicator.from_env() if "RANK" in os.environ else sr.Communicator.single()'
+    assert made in text
+    names = {"here": comm, "print": lambda *told: printed.append(told)}
+    exec(compile(text.replace(made, "here").replace("comm.close()", ""), "README.md", "exec"), names)
+    return printed
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_the_example_with_experts_runs(world_size: int) -> None:
+    for printed in run_ranks(world_size, _experts):
+        assert [weight for weight, _ in printed] == [32 * world_size] * 3
+        assert all(norm > 0 for _, norm in printed)
+
+
+def test_the_short_examples_of_the_library_run() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    comm = sr.Communicator.single()
+    names = {"sr": sr, "torch": torch, "model": model, "comm": comm, "num_tokens": 3}
+    names["session"] = sr.SelectedDataParallel(comm, model, sr.select_parameters(model))
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = [line.strip() for line in section("The library").splitlines()]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("zero1 ="))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for line in lines[begin : begin + 8]:
+        names["loss_mean"] = model(torch.ones(3, 4)).mean()
+        if line.startswith("ddp.reduce"):
+            torch.autograd.backward(names["loss_mean"])
+        exec(line, names)
+    assert set(names["zero1"].split) == {"muon", "adamw"}  # type: ignore[attr-defined]
+    assert names["store"].optimizer is not None  # type: ignore[attr-defined]
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
