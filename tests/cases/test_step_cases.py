@@ -65,6 +65,23 @@ def test_c004_a_rank_without_labels_contributes_nothing() -> None:
     assert run_ranks(2, _masked_rank) == [(3.0, 3.0, 2)] * 2
 
 
+def _short_last_window(comm: sr.Communicator) -> tuple[list[float], float]:
+    """Samples 1..7 dealt in turn; the second window of rank 1 has one micro-batch where two are usual."""
+    windows = [[[[1.0], [3.0]], [[2.0], [4.0]]], [[[5.0], [7.0]], [[6.0]]]]
+    model = Scalars("w")
+    zero2 = make_zero2(comm, model, _SGD, lr=1.0)
+    gradients = []
+    for window in windows:
+        before = model.get_parameter("w").item()
+        zero2.step(local_weight=feed(model, "w", window[comm.rank]))
+        gradients.append(before - model.get_parameter("w").item())
+    return gradients, model.get_parameter("w").item()
+
+
+def test_c005_a_short_last_window_is_divided_by_what_it_holds() -> None:
+    assert run_ranks(2, _short_last_window) == [([2.5, 6.0], -8.5)] * 2
+
+
 def _tied_scalar(comm: sr.Communicator) -> dict[str, Any]:
     model = Scalars("emb", value=1.0)
     model.register_parameter("head", model.get_parameter("emb"))
@@ -212,6 +229,31 @@ def _branches(comm: sr.Communicator) -> list[tuple[float, float]]:
 
 def test_c041_rank_dependent_branches_sum_over_the_global_weight() -> None:
     assert run_ranks(2, _branches) == [[(1.0, 2.0), (2.0, 1.0), (1.0, 2.0), (2.0, 1.0)]] * 2
+
+
+def _one_branch_each(comm: sr.Communicator) -> dict[str, Any]:
+    """Rank 0 uses only a, rank 1 only b, one token each."""
+    own, x = ("a", 1.0) if comm.rank == 0 else ("b", 2.0)
+    model = Scalars("a", "b")
+    zero2 = make_zero2(comm, model, _SGD, lr=1.0)
+    weight = feed(model, own, [[x]])
+    before = photograph(zero2)
+    with pytest.raises(sr.errors.StepRefused) as caught:
+        zero2.step(local_weight=weight, missing=sr.MissingGradientPolicy.ERROR)
+    changed = before.differences(photograph(zero2))
+    zero2.step(local_weight=weight, missing=sr.MissingGradientPolicy.ZERO)
+    return {
+        "refusal": str(caught.value),
+        "changed": changed,
+        "gradients": {name: -parameter.item() for name, parameter in model.named_parameters()},
+    }
+
+
+def test_one_branch_per_rank_is_half_of_each_with_zero_and_refused_with_error() -> None:
+    for facts in run_ranks(2, _one_branch_each):
+        assert "rank 0 has no gradient for b" in facts["refusal"]
+        assert facts["changed"] == []
+        assert facts["gradients"] == {"a": 0.5, "b": 1.0}, "1.5 for both adds the a of one rank to the b of the other"
 
 
 def _alternating(comm: sr.Communicator, resume: bool) -> tuple[list[str], dict[str, float], dict[str, Tensor]]:
