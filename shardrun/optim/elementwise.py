@@ -232,8 +232,9 @@ class SliceOptimizer(GroupedOptimizer):
     def _restore_states(self, one: _Pass) -> None:
         """A user's code may have put other tensors into the scratch state; numbers are not copied with the tensors."""
         for piece, leaf, state in zip(one.pieces, one.leaves, one.states, strict=True):
-            live = self.optimizer.state[piece.leaf]
-            one.optimizer.state[leaf] = {key: state.get(key, value) for key, value in live.items()}
+            one.optimizer.state.pop(leaf, None)
+            if live := self.optimizer.state[piece.leaf]:
+                one.optimizer.state[leaf] = {key: state.get(key, value) for key, value in live.items()}
 
     def _keep(self, one: _Pass, wanted: Sequence[bool]) -> None:
         """Keep what an update left, in memory that nobody reads before the commit."""

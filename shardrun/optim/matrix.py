@@ -102,7 +102,7 @@ class TensorOptimizer(GroupedOptimizer):
         return sum(shadow.leaf.nbytes + sum(room.nbytes for room in shadow.room.values()) for shadow in self._shadows)
 
     def _live(self, shadow: _Shadow) -> dict[str, Any]:
-        live: dict[str, Any] = self.optimizer.state[shadow.tensor.leaf]
+        live: dict[str, Any] = self.optimizer.state.get(shadow.tensor.leaf, {})
         return live
 
     # ---- the step ----------------------------------------------------------------------------------------------
@@ -114,9 +114,7 @@ class TensorOptimizer(GroupedOptimizer):
         for group, rate in enumerate(rates):
             self._shadow_optimizer.param_groups[group].update(self._live_options(group), lr=rate)
         stepped = [shadow for shadow in self._shadows if present[shadow.tensor.path]]
-        for shadow in self._shadows:
-            shadow.result = None
-        for shadow in stepped:
+        for shadow in self._shadows:  # absent ones as well: nothing of an earlier proposal may be seen in this one
             self._load(shadow)
         # torch's fused SGD takes no mixture of leaves with and without a momentum buffer.
         self._run([shadow for shadow in stepped if self._live(shadow)])
@@ -125,10 +123,11 @@ class TensorOptimizer(GroupedOptimizer):
             self._take(shadow)
         for shadow in self._shadows:
             if shadow.tensor.proposed is not None:
-                shadow.tensor.proposed.copy_(shadow.leaf if shadow.result is not None else shadow.tensor.leaf)
+                shadow.tensor.proposed.copy_(shadow.leaf)
 
     def _load(self, shadow: _Shadow) -> None:
         """Leaf and state as they are live, into the shadow; whatever was left there is gone."""
+        shadow.result = None
         shadow.leaf.copy_(shadow.tensor.leaf)
         state: dict[str, Any] = {}
         for key, value in self._live(shadow).items():
@@ -139,7 +138,9 @@ class TensorOptimizer(GroupedOptimizer):
                 state[key] = room.copy_(value)
             else:
                 state[key] = value
-        self._shadow_optimizer.state[shadow.leaf] = state
+        self._shadow_optimizer.state.pop(shadow.leaf, None)
+        if state:
+            self._shadow_optimizer.state[shadow.leaf] = state
 
     def _run(self, shadows: Sequence[_Shadow]) -> None:
         if not shadows:
@@ -154,7 +155,7 @@ class TensorOptimizer(GroupedOptimizer):
 
     def _take(self, shadow: _Shadow) -> None:
         """Line up what the commit copies; what the update made anew is copied out here, so that it can be linked."""
-        made = self._shadow_optimizer.state[shadow.leaf]
+        made = self._shadow_optimizer.state.get(shadow.leaf, {})
         if self.kind.declared is not None:
             require_recordable(self.kind.name, shadow.tensor.path, made)
         live = self._live(shadow)
@@ -172,7 +173,7 @@ class TensorOptimizer(GroupedOptimizer):
             else:
                 shadow.result[key] = value.clone()
         if not live:
-            self._shadow_optimizer.state[shadow.leaf] = {}  # its tensors were copied out: let them go
+            self._shadow_optimizer.state.pop(shadow.leaf, None)  # its tensors were copied out: let them go
 
     def commit(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
         """Copy the shadow over, and link state that is new; runs no kernel of the optimizer. See `Stepper`."""

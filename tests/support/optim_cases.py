@@ -1,4 +1,7 @@
-"""Every elementwise class of torch.optim with a sweep of its options, and the plain optimizer to compare with."""
+"""Every elementwise class of torch.optim with a sweep of its options: whole in plain torch, and cut by hand as ranks.
+
+`PlainTorch` is what is compared with; it knows nothing of shardrun.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardrun.optim.elementwise import SliceOptimizer, SliceTensors
+from shardrun.optim.kinds import OptionGroup
+from shardrun.shard.layout import ALIGN, Fragment, align
+from tests.support.sessions import same_bits
 
 Options = dict[str, Any]
 
@@ -103,3 +111,93 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype =
     """A random tensor for each path, the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
     return {path: torch.randn(shape, generator=generator).to(dtype) for path, shape in shapes.items()}
+
+
+NUMELS = {"long": 1400, "flat": 300, "one": 1, "late": 700, "never": 5}
+_OFFSETS = {path: sum(align(n) for n in list(NUMELS.values())[:i]) for i, path in enumerate(NUMELS)}
+_TOTAL = sum(align(numel) for numel in NUMELS.values())
+
+
+class Ranks:
+    """One SliceOptimizer per rank over equal slices of one flat buffer, in one process."""
+
+    def __init__(
+        self,
+        kind: Any,
+        options: Mapping[str, Any],
+        start: Mapping[str, Tensor],
+        world_size: int,
+        groups: tuple[OptionGroup, ...] = (),
+        chunk_numel: int = 2 * ALIGN,
+    ) -> None:
+        numel = align(-(-_TOTAL // world_size))
+        dtype = next(iter(start.values())).dtype
+        self.flat, self.grad, self.proposed = (torch.zeros(numel * world_size, dtype=dtype) for _ in range(3))
+        for path, value in start.items():
+            self.view(self.flat, path).copy_(value)
+        self.steppers: list[SliceOptimizer] = []
+        for rank in range(world_size):
+            low = rank * numel
+            part = slice(low, low + numel)
+            slices = [
+                SliceTensors(
+                    group,
+                    self.flat[part],
+                    self.grad[part],
+                    self.proposed[part] if world_size > 1 else None,
+                    tuple(self._fragments(low, numel, [p for p in NUMELS if group_of_path(p, groups) == group])),
+                )
+                for group in range(1 + len(groups))
+            ]
+            self.steppers.append(SliceOptimizer(kind, options, groups, slices, chunk_numel))
+
+    @staticmethod
+    def _fragments(low: int, numel: int, paths: list[str]) -> list[Fragment]:
+        found = []
+        for path in paths:
+            start = max(low, _OFFSETS[path])
+            stop = min(low + numel, _OFFSETS[path] + NUMELS[path])
+            if start < stop:
+                found.append(Fragment(path, start - _OFFSETS[path], stop - _OFFSETS[path], start - low))
+        return found
+
+    def view(self, flat: Tensor, path: str) -> Tensor:
+        """The parameter's elements in a flat buffer (numel,)."""
+        return flat[_OFFSETS[path] : _OFFSETS[path] + NUMELS[path]]
+
+    def propose(self, gradients: Mapping[str, Tensor], present: Mapping[str, bool], rate: float | None) -> None:
+        """Put the gradients into the flat buffer and propose on all ranks."""
+        for path, grad in gradients.items():
+            self.view(self.grad, path).copy_(grad)
+        for stepper in self.steppers:
+            stepper.propose(present, stepper.rates(rate))
+
+    def commit(self, present: Mapping[str, bool], rate: float | None) -> None:
+        """Commit on all ranks."""
+        for stepper in self.steppers:
+            stepper.commit(present, stepper.rates(rate))
+
+    def photograph(self) -> dict[str, Tensor]:
+        """All that is live, by rank and name."""
+        found = {"flat": self.flat.clone()}
+        for rank, stepper in enumerate(self.steppers):
+            found |= {f"{rank}: {name}": tensor for name, tensor in stepper.state_tensors().items()}
+        return found
+
+    def state(self, path: str, key: str) -> Tensor:
+        """The whole of a parameter's state, put together from the ranks' pieces."""
+        parts = [s.state_tensors()[f"{path}/{key}"] for s in self.steppers if f"{path}/{key}" in s.state_tensors()]
+        if parts[0].dim():
+            return torch.cat(parts)
+        assert all(same_bits(part, parts[0]) for part in parts)
+        return parts[0]
+
+
+def group_of_path(path: str, groups: tuple[OptionGroup, ...]) -> int:
+    """0, or the number of the first group that names `path`."""
+    return next((number for number, group in enumerate(groups, 1) if path in group.paths), 0)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether both hold the same names, and the same bits under each."""
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)

@@ -10,105 +10,34 @@ import torch
 from torch import Tensor
 
 from shardrun.errors import UsageError
-from shardrun.optim.elementwise import SliceOptimizer, SliceTensors
+from shardrun.optim.elementwise import SliceOptimizer
 from shardrun.optim.kinds import ELEMENTWISE, OptionGroup, elementwise, fused_is_sound
 from shardrun.optim.stepper import Stepper
-from shardrun.shard.layout import ALIGN, Fragment, align
-from tests.support.optim_cases import CASE_IDS, CASES, FIRST, STEPS, PlainTorch, drawn, present_in, rate_in
+from tests.support.optim_cases import (
+    CASE_IDS,
+    CASES,
+    FIRST,
+    NUMELS,
+    STEPS,
+    PlainTorch,
+    Ranks,
+    drawn,
+    group_of_path,
+    present_in,
+    rate_in,
+    same,
+)
 from tests.support.sessions import same_bits
 
-_NUMELS = {"long": 1400, "flat": 300, "one": 1, "late": 700, "never": 5}
-_SHAPES = {path: (numel,) for path, numel in _NUMELS.items()}
-_OFFSETS = {path: sum(align(n) for n in list(_NUMELS.values())[:i]) for i, path in enumerate(_NUMELS)}
-_TOTAL = sum(align(numel) for numel in _NUMELS.values())
+_SHAPES = {path: (numel,) for path, numel in NUMELS.items()}
 
 
-class _Ranks:
-    """One SliceOptimizer per rank over equal slices of one flat buffer, in one process."""
-
-    def __init__(
-        self,
-        kind: Any,
-        options: Mapping[str, Any],
-        start: Mapping[str, Tensor],
-        world_size: int,
-        groups: tuple[OptionGroup, ...] = (),
-        chunk_numel: int = 2 * ALIGN,
-    ) -> None:
-        numel = align(-(-_TOTAL // world_size))
-        dtype = next(iter(start.values())).dtype
-        self.flat, self.grad, self.proposed = (torch.zeros(numel * world_size, dtype=dtype) for _ in range(3))
-        for path, value in start.items():
-            self.view(self.flat, path).copy_(value)
-        self.steppers: list[SliceOptimizer] = []
-        for rank in range(world_size):
-            low = rank * numel
-            part = slice(low, low + numel)
-            slices = [
-                SliceTensors(
-                    group,
-                    self.flat[part],
-                    self.grad[part],
-                    self.proposed[part] if world_size > 1 else None,
-                    tuple(self._fragments(low, numel, [p for p in _NUMELS if _group_of(p, groups) == group])),
-                )
-                for group in range(1 + len(groups))
-            ]
-            self.steppers.append(SliceOptimizer(kind, options, groups, slices, chunk_numel))
-
-    @staticmethod
-    def _fragments(low: int, numel: int, paths: list[str]) -> list[Fragment]:
-        found = []
-        for path in paths:
-            start = max(low, _OFFSETS[path])
-            stop = min(low + numel, _OFFSETS[path] + _NUMELS[path])
-            if start < stop:
-                found.append(Fragment(path, start - _OFFSETS[path], stop - _OFFSETS[path], start - low))
-        return found
-
-    def view(self, flat: Tensor, path: str) -> Tensor:
-        return flat[_OFFSETS[path] : _OFFSETS[path] + _NUMELS[path]]
-
-    def propose(self, gradients: Mapping[str, Tensor], present: Mapping[str, bool], rate: float | None) -> None:
-        for path, grad in gradients.items():
-            self.view(self.grad, path).copy_(grad)
-        for stepper in self.steppers:
-            stepper.propose(present, stepper.rates(rate))
-
-    def commit(self, present: Mapping[str, bool], rate: float | None) -> None:
-        for stepper in self.steppers:
-            stepper.commit(present, stepper.rates(rate))
-
-    def photograph(self) -> dict[str, Tensor]:
-        """All that is live, by rank and name."""
-        found = {"flat": self.flat.clone()}
-        for rank, stepper in enumerate(self.steppers):
-            found |= {f"{rank}: {name}": tensor for name, tensor in stepper.state_tensors().items()}
-        return found
-
-    def state(self, path: str, key: str) -> Tensor:
-        """The whole of a parameter's state, put together from the ranks' pieces."""
-        parts = [s.state_tensors()[f"{path}/{key}"] for s in self.steppers if f"{path}/{key}" in s.state_tensors()]
-        if parts[0].dim():
-            return torch.cat(parts)
-        assert all(same_bits(part, parts[0]) for part in parts)
-        return parts[0]
-
-
-def _group_of(path: str, groups: tuple[OptionGroup, ...]) -> int:
-    return next((number for number, group in enumerate(groups, 1) if path in group.paths), 0)
-
-
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
-
-
-def _require_equal(ranks: _Ranks, plain: PlainTorch, where: str) -> None:
+def _require_equal(ranks: Ranks, plain: PlainTorch, where: str) -> None:
     for path, leaf in plain.leaves.items():
         assert same_bits(ranks.view(ranks.flat, path), leaf), f"{where}: {path}"
 
 
-def _require_equal_state(ranks: _Ranks, plain: PlainTorch) -> None:
+def _require_equal_state(ranks: Ranks, plain: PlainTorch) -> None:
     there = {name for stepper in ranks.steppers for name in stepper.state_tensors() if not name.startswith("never/")}
     held = {(path, key): value for path, key, value in plain.state() if path != "never"}
     assert there == {f"{path}/{key}" for path, key in held}
@@ -130,7 +59,7 @@ def _plain(name: str, options: Mapping[str, Any], start: Mapping[str, Tensor]) -
 def test_cut_parameters_have_the_bits_of_whole_ones(name: str, options: dict[str, Any], world_size: int) -> None:
     """And a proposal leaves no trace, can be made again, and is what the commit then does."""
     start = drawn(_SHAPES, 1)
-    ranks, plain = _Ranks(ELEMENTWISE[name], options, start, world_size), _plain(name, options, start)
+    ranks, plain = Ranks(ELEMENTWISE[name], options, start, world_size), _plain(name, options, start)
     for step in range(STEPS):
         gradients, present, rate = drawn(_SHAPES, 100 + step), present_in(step), rate_in(step, plain.base)
         before = ranks.photograph()
@@ -139,7 +68,7 @@ def test_cut_parameters_have_the_bits_of_whole_ones(name: str, options: dict[str
         ranks.propose(gradients, present, rate)
         proposed = ranks.proposed.clone()
         ranks.propose(gradients, present, rate)
-        assert _same(before, ranks.photograph()), f"step {step}: a proposal changed something"
+        assert same(before, ranks.photograph()), f"step {step}: a proposal changed something"
         assert torch.equal(proposed, ranks.proposed)
         ranks.commit(present, rate)
         plain.step(gradients, present, rate)
@@ -153,7 +82,7 @@ def test_cut_parameters_have_the_bits_of_whole_ones(name: str, options: dict[str
 def test_sixteen_bit_leaves_have_the_bits_of_whole_ones(name: str) -> None:
     options = {"momentum": 0.9} if name == "sgd" else {}
     start = drawn(_SHAPES, 1, torch.bfloat16)
-    ranks, plain = _Ranks(ELEMENTWISE[name], options, start, 2), _plain(name, options, start)
+    ranks, plain = Ranks(ELEMENTWISE[name], options, start, 2), _plain(name, options, start)
     for step in range(STEPS):
         gradients, present = drawn(_SHAPES, 100 + step, torch.bfloat16), present_in(step)
         ranks.propose(gradients, present, plain.base)
@@ -167,26 +96,26 @@ def test_sixteen_bit_leaves_have_the_bits_of_whole_ones(name: str) -> None:
 def test_state_that_was_handed_out_and_in_goes_on_with_the_same_bits(name: str) -> None:
     options = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9, "centered": True}}.get(name, {})
     start = drawn(_SHAPES, 1)
-    straight = _Ranks(ELEMENTWISE[name], options, start, 2)
+    straight = Ranks(ELEMENTWISE[name], options, start, 2)
     for step in range(STEPS):
         _step(straight, step)
-    resumed = _Ranks(ELEMENTWISE[name], options, start, 2)
+    resumed = Ranks(ELEMENTWISE[name], options, start, 2)
     _step(resumed, 77)  # whatever it holds is replaced
     _hand_over(straight, resumed)
-    assert _same(straight.photograph(), resumed.photograph())
+    assert same(straight.photograph(), resumed.photograph())
     for step in range(STEPS, 2 * STEPS):
         _step(straight, step)
         _step(resumed, step)
-    assert _same(straight.photograph(), resumed.photograph())
+    assert same(straight.photograph(), resumed.photograph())
 
 
-def _step(ranks: _Ranks, step: int, rate: float = 0.05) -> None:
+def _step(ranks: Ranks, step: int, rate: float = 0.05) -> None:
     present = present_in(step % STEPS)
     ranks.propose(drawn(_SHAPES, 100 + step), present, rate)
     ranks.commit(present, rate)
 
 
-def _hand_over(one: _Ranks, other: _Ranks) -> None:
+def _hand_over(one: Ranks, other: Ranks) -> None:
     other.flat.copy_(one.flat)
     for ours, theirs in zip(one.steppers, other.steppers, strict=True):
         record = ours.state_tensors()
@@ -196,7 +125,7 @@ def _hand_over(one: _Ranks, other: _Ranks) -> None:
 
 
 def test_a_record_with_half_of_a_first_updates_state_is_told_apart() -> None:
-    ranks = _Ranks(ELEMENTWISE["rprop"], {}, drawn(_SHAPES, 1), 1)
+    ranks = Ranks(ELEMENTWISE["rprop"], {}, drawn(_SHAPES, 1), 1)
     _step(ranks, 0)
     (stepper,) = ranks.steppers
     record = stepper.state_tensors()
@@ -207,7 +136,7 @@ def test_a_record_with_half_of_a_first_updates_state_is_told_apart() -> None:
 
 
 def test_state_that_depends_on_the_first_rate_takes_the_rate_of_its_own_first_step() -> None:
-    ranks = _Ranks(ELEMENTWISE["rprop"], {"etas": (0.5, 1.0001)}, drawn(_SHAPES, 1), 2)
+    ranks = Ranks(ELEMENTWISE["rprop"], {"etas": (0.5, 1.0001)}, drawn(_SHAPES, 1), 2)
     for step, rate in enumerate((0.5, 0.25)):
         present = {path: path == ("long", "flat")[step] for path in FIRST}
         ranks.propose(drawn(_SHAPES, step), present, rate)
@@ -219,7 +148,7 @@ def test_state_that_depends_on_the_first_rate_takes_the_rate_of_its_own_first_st
 def test_option_groups_have_rates_and_decay_of_their_own() -> None:
     start = drawn(_SHAPES, 1)
     groups = (OptionGroup(frozenset({"flat", "late"}), {"weight_decay": 0.5}, lr_scale=0.25),)
-    ranks = _Ranks(ELEMENTWISE["nadam"], {"lr": 0.1}, start, 3, groups)
+    ranks = Ranks(ELEMENTWISE["nadam"], {"lr": 0.1}, start, 3, groups)
     plain = {
         group: _plain("nadam", {"lr": 0.1, "weight_decay": decay}, start) for group, decay in enumerate((0.0, 0.5))
     }
@@ -229,14 +158,14 @@ def test_option_groups_have_rates_and_decay_of_their_own() -> None:
         ranks.commit(present, None)
         for group, twin in plain.items():
             twin.step(gradients, present, (0.1, 0.025)[group])
-    for path in _NUMELS:
-        want = plain[_group_of(path, groups)].leaves[path]
+    for path in NUMELS:
+        want = plain[group_of_path(path, groups)].leaves[path]
         assert same_bits(ranks.view(ranks.flat, path), want), path
 
 
 def test_without_a_rate_the_class_has_its_own() -> None:
     for name, kind in ELEMENTWISE.items():
-        ranks = _Ranks(kind, {}, drawn(_SHAPES, 1), 1)
+        ranks = Ranks(kind, {}, drawn(_SHAPES, 1), 1)
         made: Callable[..., torch.optim.Optimizer] = kind.cls
         assert ranks.steppers[0].rates(None) == [made([torch.zeros(1)]).defaults["lr"]], name
 
@@ -250,25 +179,25 @@ def test_a_rank_that_holds_nothing_steps_along() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_momentum_that_is_switched_on_later_is_refused_with_nothing_changed(world_size: int) -> None:
-    ranks = _Ranks(elementwise("sgd"), {"lr": 0.1}, drawn(_SHAPES, 1), world_size)
+    ranks = Ranks(elementwise("sgd"), {"lr": 0.1}, drawn(_SHAPES, 1), world_size)
     _step(ranks, 0)
     before = ranks.photograph()
     for stepper in ranks.steppers:
         stepper.optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(UsageError, match="momentum_buffer"):
         _step(ranks, 1)
-    assert _same(before, ranks.photograph())
+    assert same(before, ranks.photograph())
 
 
 def test_a_fused_kernel_that_leaves_sixteen_bit_leaves_alone_is_not_used() -> None:
     """torch 2.13's fused SGD on the CPU: a run without masters would train nothing, and nobody would be told."""
     start = drawn(_SHAPES, 1, torch.bfloat16)
-    (stepper,) = _Ranks(ELEMENTWISE["sgd"], {"lr": 0.1}, start, 1).steppers
+    (stepper,) = Ranks(ELEMENTWISE["sgd"], {"lr": 0.1}, start, 1).steppers
     assert stepper.options[0]["fused"] == fused_is_sound(ELEMENTWISE["sgd"], torch.device("cpu"), torch.bfloat16)
     if not stepper.options[0]["fused"]:
         with pytest.raises(UsageError, match=r"bfloat16.*191763.*FP32 masters"):
-            _Ranks(ELEMENTWISE["sgd"], {"lr": 0.1, "fused": True}, start, 1)
-    assert _Ranks(ELEMENTWISE["sgd"], {"lr": 0.1}, drawn(_SHAPES, 1), 1).steppers[0].options[0]["fused"] is True
+            Ranks(ELEMENTWISE["sgd"], {"lr": 0.1, "fused": True}, start, 1)
+    assert Ranks(ELEMENTWISE["sgd"], {"lr": 0.1}, drawn(_SHAPES, 1), 1).steppers[0].options[0]["fused"] is True
 
 
 def test_the_scalars_of_torch_follow_its_default_dtype() -> None:
@@ -276,7 +205,7 @@ def test_the_scalars_of_torch_follow_its_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         start = drawn(_SHAPES, 1, torch.float32)
-        ranks, plain = _Ranks(ELEMENTWISE["nadam"], {}, start, 2), _plain("nadam", {}, start)
+        ranks, plain = Ranks(ELEMENTWISE["nadam"], {}, start, 2), _plain("nadam", {}, start)
         for step in range(STEPS):
             gradients, present = drawn(_SHAPES, 100 + step, torch.float32), present_in(step)
             ranks.propose(gradients, present, plain.base)
