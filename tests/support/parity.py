@@ -29,6 +29,8 @@ class Scenario:
     build: Callable[[], nn.Module] = OddNet
     dtype: torch.dtype | None = None
     masters: bool = True
+    declared: bool = False
+    """Whether the class comes as a user's own, declared elementwise."""
     rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bucket_bytes: int | None = None
     chunk_numel: int | None = None
@@ -53,10 +55,11 @@ def compare_with_plain_torch(comm: sr.Communicator, scenario: Scenario) -> list[
         **scenario.options,
     )
     sizes: dict[str, Any] = {"bucket_bytes": scenario.bucket_bytes, "chunk_numel": scenario.chunk_numel}
+    asked: Any = sr.Declared(scenario.optimizer, "elementwise", "own") if scenario.declared else scenario.optimizer
     zero2 = make_zero2(
         comm,
         model,
-        scenario.optimizer,
+        asked,
         rules=scenario.rules,
         masters=scenario.masters,
         **{key: value for key, value in sizes.items() if value is not None},
@@ -132,6 +135,10 @@ def _random_gradients(model: nn.Module, seed: int, rank: int, step: int, scale: 
     return {path: grad for path, grad in drawn.items() if path != left_out}
 
 
+# What state is before a first update where torch makes it later than we do; the rest starts at zero.
+_STARTS = {"mu_product": 1.0}
+
+
 def _state_problems(ours: Mapping[str, Mapping[str, Tensor]], plain: PlainTorch, paths: list[str]) -> list[str]:
     theirs = plain.state()
     problems = [] if sorted(ours) == sorted(paths) == sorted(theirs) else [f"state of {sorted(ours)}"]
@@ -139,7 +146,7 @@ def _state_problems(ours: Mapping[str, Mapping[str, Tensor]], plain: PlainTorch,
         expected = theirs[path]
         problems += [f"{path}/{key} is missing" for key in expected if key not in keys]
         for key, value in keys.items():
-            want = expected.get(key, torch.zeros_like(value))
+            want = expected.get(key, torch.full_like(value, _STARTS.get(key, 0.0)))
             if not same_bits(value, want.reshape(value.shape)):
                 problems.append(f"{path}/{key}: {_first_difference(value, want)}")
     return problems
@@ -168,6 +175,7 @@ def _shrinking(step: int) -> float:
 
 
 _SGD, _ADAM, _ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+_BF16 = torch.bfloat16
 _DECAY = {"*.bias": {"weight_decay": 0.0}, "head.*": {"weight_decay": 0.2, "lr_scale": 0.5}}
 _ODD_DECAY = {"temperature": {"weight_decay": 0.0, "lr_scale": 2.0}, "*o*": {"weight_decay": 0.3}}
 
@@ -221,5 +229,45 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "adam odd shapes, not fused": Scenario(
         _ADAM, {"lr": 0.01, "weight_decay": 0.1, "fused": False}, build=OddShapes, chunk_numel=256
+    ),
+    "nadam": Scenario(torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "momentum_decay": 0.02}),
+    "nadam odd shapes": Scenario(
+        torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True}, build=OddShapes, rules=_ODD_DECAY
+    ),
+    "radam schedule": Scenario(torch.optim.RAdam, {"lr": 0.05, "betas": (0.6, 0.8)}, lr_of=_shrinking),
+    "radam bf16 masters": Scenario(torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}, dtype=_BF16),
+    "adamax groups": Scenario(torch.optim.Adamax, {"lr": 0.01, "weight_decay": 0.1}, rules=_DECAY, bucket_bytes=512),
+    "adamax long bf16 alone": Scenario(
+        torch.optim.Adamax, {"lr": 0.01}, build=_long, dtype=_BF16, masters=False, chunk_numel=512
+    ),
+    "adagrad": Scenario(
+        torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "fused": False}
+    ),
+    "adagrad fused odd shapes": Scenario(
+        torch.optim.Adagrad,
+        {"lr": 0.05, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "fused": True},
+        build=OddShapes,
+        bucket_bytes=1024,
+    ),
+    "adadelta": Scenario(torch.optim.Adadelta, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1}),
+    "adadelta long": Scenario(torch.optim.Adadelta, {"lr": 1.0}, build=_long, chunk_numel=256),
+    "rmsprop centered": Scenario(torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "rmsprop mixed dtypes": Scenario(
+        torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1}, build=MixedNet, rules=_DECAY
+    ),
+    "rprop schedule": Scenario(torch.optim.Rprop, {"lr": 0.05, "step_sizes": (1e-4, 0.2)}, lr_of=_shrinking),
+    "rprop odd shapes": Scenario(torch.optim.Rprop, {"lr": 0.01, "etas": (0.4, 1.5)}, build=OddShapes),
+    "asgd schedule": Scenario(torch.optim.ASGD, {"lr": 0.05, "lambd": 0.1, "t0": 2.0}, lr_of=_shrinking),
+    "asgd odd shapes, groups": Scenario(
+        torch.optim.ASGD, {"lr": 0.05, "t0": 0.0}, build=OddShapes, rules=_ODD_DECAY, bucket_bytes=1024
+    ),
+    "sgd maximize, momentum bf16 alone": Scenario(
+        _SGD, {"lr": 0.05, "momentum": 0.9, "maximize": True, "fused": False}, dtype=_BF16, masters=False
+    ),
+    "declared nadam odd shapes": Scenario(
+        torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1}, build=OddShapes, rules=_ODD_DECAY, declared=True
+    ),
+    "declared sgd momentum fused, bf16 masters": Scenario(
+        _SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}, dtype=_BF16, declared=True, bucket_bytes=512
     ),
 }
