@@ -188,6 +188,23 @@ def _set_grad(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = grad
 
 
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Add up the gradients of a 16-bit parameter in float32 from now on, those that are pending included."""
+    pending = parameter.grad
+    if pending is None:
+        parameter.grad_dtype = torch.float32
+    elif not pending.is_sparse and pending.dtype != torch.float32:
+        _set_grad(parameter, pending.float())
+
+
+def like_parameter(held: Held, grad: Tensor) -> Tensor:
+    """`grad` (in the parameter's shape) in the parameter's memory order: torch's fused kernels on the CPU walk raw
+    memory and ignore strides."""
+    if held.parameter.is_contiguous():
+        return grad
+    return torch.empty_like(held.parameter, dtype=grad.dtype).copy_(grad)
+
+
 def deliver(held: Held, grad: Tensor) -> None:
     """Hand a reduced gradient to the user as `.grad`; the next window accumulates in FP32 again."""
     _set_grad(held.parameter, grad)

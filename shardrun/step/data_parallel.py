@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import UsageError
 from shardrun.shard.flat_buffer import DTYPES
-from shardrun.shard.flat_gradients import FlatGradients, Pending, deliver
+from shardrun.shard.flat_gradients import FlatGradients, Pending, deliver, like_parameter
 from shardrun.shard.layout import Entry, plan_layout
 from shardrun.shard.selection import select_parameters
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
@@ -133,7 +133,7 @@ class WholeGradients:
         self.flat = FlatGradients(layout, parameters, comm.rank, comm.world_size, adopt=adopt)
         self.paths = self.flat.paths
         self._reduced: list[Tensor] = []
-        self._results: list[Tensor] = []
+        self._whole: dict[str, Tensor] = {}
 
     def collect(self) -> Pending:
         """This rank's gradients of the window, in FP32 in the flat buffers."""
@@ -164,21 +164,25 @@ class WholeGradients:
             self._reduced[number] = self._reduced[number].to(DTYPES[bucket.space.dtype])
 
     def gather(self) -> None:
-        """All ranks' slices into new memory: whole reduced gradients."""
-        self._results = [r.new_empty(b.grad.numel()) for b, r in zip(self.flat.buckets, self._reduced, strict=True)]
-        for result, reduced in zip(self._results, self._reduced, strict=True):
+        """All ranks' slices into new memory: whole reduced gradients, each in the memory order of its parameter."""
+        results = [r.new_empty(b.grad.numel()) for b, r in zip(self.flat.buckets, self._reduced, strict=True)]
+        for result, reduced in zip(results, self._reduced, strict=True):
             self.comm.gather_slices(result, reduced)
+        self._whole = {
+            held.path: like_parameter(held, result[at : at + held.grad.numel()].view(held.grad.shape))
+            for bucket, result in zip(self.flat.buckets, results, strict=True)
+            for held, at in bucket.members
+        }
 
     def hand_out(self, window: Window) -> dict[str, Tensor]:
         """In the commit: make the results the parameters' `.grad`; path -> gradient."""
         handed = {}
-        for bucket, result in zip(self.flat.buckets, self._results, strict=True):
-            for held, at in bucket.members:
-                held.parameter.grad = None
-                if window.present[held.path]:
-                    handed[held.path] = result[at : at + held.grad.numel()].view(held.grad.shape)
-                    deliver(held, handed[held.path])
-        self._reduced, self._results = [], []
+        for held in self.flat.held:
+            held.parameter.grad = None
+            if window.present[held.path]:
+                handed[held.path] = self._whole[held.path]
+                deliver(held, handed[held.path])
+        self._reduced, self._whole = [], {}
         return handed
 
     def non_finite(self, pending: Pending) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import ContractError, by_all
 from shardrun.shard.contract import Contract, first_difference
+from shardrun.shard.flat_gradients import accumulate_in_fp32
 from shardrun.shard.selection import Selection, clean_path
 
 
@@ -34,6 +35,8 @@ class Session:
         self.order = self._root_order(order)
         """First paths of the distinct trainable parameters, in the order of the flat buffers."""
         self._broadcast({spec.path: self.parameters[spec.path].data for spec in self.contract.distinct()} | buffers)
+        for path in self.order:  # whoever reduces them, and whenever the buffers for it are made
+            accumulate_in_fp32(self.parameters[path])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

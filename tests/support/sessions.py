@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,3 +139,88 @@ def photograph(zero2: sr.SelectedZero2) -> Photograph:
 def told(error: BaseException) -> tuple[str, str]:
     """An exception as it travels back from a rank: its class and its message."""
     return type(error).__name__, str(error)
+
+
+# ---- other sessions -----------------------------------------------------------------------------------------------
+
+
+def make_zero1(
+    comm: sr.Communicator,
+    model: nn.Module,
+    optimizer: type[torch.optim.Optimizer] | str | sr.Declared = torch.optim.Muon,
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    rules: Options | None = None,
+    **options: Any,
+) -> sr.SelectedZero1:
+    """A SelectedZero1 over the selected part of `model`; `rules` as for make_zero2."""
+    selection = sr.select_parameters(model, include=include, exclude=exclude, comm=comm)
+    session = sr.SelectedDataParallel(comm, model, selection)
+    return sr.SelectedZero1(session, optimizer, option_groups=option_groups(session.order, rules or {}), **options)
+
+
+def snapshot(model: nn.Module, state: Mapping[str, Tensor] | None = None, step_count: int = 0) -> Photograph:
+    """Copies of a model's parameters, buffers and pending gradients, and of the `state` that belongs to them; local."""
+    named = dict(model.named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in named.items()}
+    values |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in named.items()}
+    return Photograph(values, {name: t.detach().clone() for name, t in (state or {}).items()}, gradients, step_count)
+
+
+def snapshot_zero1(zero1: sr.SelectedZero1) -> Photograph:
+    """`photograph` for a SelectedZero1."""
+    return snapshot(zero1.session.model, zero1.to_record().tensors, zero1.step_count)
+
+
+def snapshot_store(model: nn.Module, store: sr.ParamStore) -> Photograph:
+    """`photograph` for a ParamStore: its optimizer's state by the parameter's number."""
+    held = {} if store.optimizer is None else store.optimizer.state_dict()["state"]
+    return snapshot(model, {f"{number}/{key}": value for number, keys in held.items() for key, value in keys.items()})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What became of an attempt that must not succeed, on this rank."""
+
+    kind: str
+    """Class of the error; empty if there was none."""
+    message: str
+    changed: list[str]
+    poisoned: bool
+    gradients_kept: bool | None = None
+
+
+def attempt(comm: sr.Communicator, call: Callable[[], object], look: Callable[[], Photograph]) -> Refusal:
+    """Make `call` and tell its error, and what of `look` it changed."""
+    before = look()
+    kind, message, kept = "", "", None
+    try:
+        call()
+    except sr.errors.ShardrunError as error:
+        kind, message = told(error)
+        kept = error.gradients_kept if isinstance(error, sr.errors.StepFailed) else None
+    return Refusal(kind, message, before.differences(look()), comm.is_poisoned, kept)
+
+
+@dataclass
+class Strike:
+    """An observer that does `act` when it is called for the `nth` time in `phase` (0: the phase's beginning)."""
+
+    phase: str
+    nth: int
+    act: Callable[[], object]
+    calls: int = 0
+
+    def __call__(self, phase: str, collective: int) -> None:
+        """The communicator's observer."""
+        if phase == self.phase:
+            if self.calls == self.nth:
+                self.act()
+            self.calls += 1
+
+
+def kill_this_rank() -> None:
+    """SIGKILL to the own process."""
+    os.kill(os.getpid(), signal.SIGKILL)
