@@ -64,15 +64,9 @@ class Request:
         return f"missing {self.missing}, max_grad_norm {_bits(self.max_grad_norm)}"
 
     def problems(self, world_size: int) -> list[str]:
-        """What is wrong with it on this rank; the weights of all ranks have to add up inside int64."""
-        found = []
-        above = min(MAX_WEIGHT, (1 << 62) // world_size)
-        try:
-            weight = integer_weight(self.weight)
-            if not 0 <= weight < above:
-                found.append(f"weight is {weight}; it must be 0 to {above - 1}")
-        except TypeError:
-            found.append(f"weight is {self.weight!r}; it must be an int or a 0-dim integer tensor")
+        """What is wrong with it on this rank."""
+        no_flag = self.mode == SUM and isinstance(self.weight, str)
+        found = [f"local_active is {self.weight}"] if no_flag else weight_problems(self.weight, world_size)
         for rate in self.rates:
             if not (is_real(rate) and 0.0 <= rate < math.inf):
                 found.append(f"learning rate is {rate!r}; it must be a number, finite and not negative")
@@ -111,6 +105,16 @@ def integer_weight(weight: object) -> int:
     if isinstance(weight, bool) or not isinstance(weight, SupportsIndex):
         raise TypeError("not an int")
     return index(weight)
+
+
+def weight_problems(weight: object, world_size: int) -> list[str]:
+    """What is wrong with this rank's weight; those of all ranks have to add up inside int64."""
+    above = min(MAX_WEIGHT, (1 << 62) // world_size)
+    try:
+        number = integer_weight(weight)
+    except TypeError:
+        return [f"weight is {weight!r}; it must be an int or a 0-dim integer tensor"]
+    return [] if 0 <= number < above else [f"weight is {number}; it must be 0 to {above - 1}"]
 
 
 def agree_window(
@@ -160,13 +164,16 @@ class Joining:
 def agree_windows(world: Communicator, call: str, weight: object, parts: Sequence[Joining]) -> tuple[list[Window], int]:
     """The windows of `parts`, and how many sessions of all ranks have a gradient; see [Note: agreeing in groups].
 
-    Collective over the world, whose ranks may be in different groups. `weight` is this rank's for all sessions that
-    are stepped by their mean; their window has the world's. `parts` stand in the same order of groups on all ranks.
+    Collective over the world, whose ranks may be in different groups. `weight` is this rank's, whichever sessions it
+    has; the window of every session that is stepped by its mean has the sum over all ranks of the world. `parts` stand
+    in the same order of groups on all ranks.
     """
-    problems = [told for part in parts for told in (*part.request.problems(world.world_size), *part.pending.problems)]
+    problems = weight_problems(weight, world.world_size)
+    for part in parts:
+        problems += [*part.request.problems(world.world_size), *part.pending.problems]
     joint = parts[0].request.joint_terms()
     means = sum(part.request.mode == MEAN for part in parts)
-    own_weight = 0 if problems or not means else integer_weight(weight)
+    own_weight = 0 if problems else integer_weight(weight)
     cancelling = [0, 0, 0]
     for part in parts:
         text = f"{part.state}; {part.request.terms()}"

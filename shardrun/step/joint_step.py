@@ -106,10 +106,12 @@ def run_step(
     max_grad_norm: float | None = None,
     *,
     joint: bool = False,
+    weight: object = 0,
     judge: bool = True,
 ) -> float | None:
     """All phases; every rank of `comm` enters, with one session on `comm` or (`joint`) some on subgroups of it.
 
+    `weight` is this rank's in a joint step, whichever sessions it has.
     `judge`: refuse gradients that are not finite, and clip. Returns the norm before clipping if `max_grad_norm` was
     given. Raises StepRefused kin on all ranks with nothing changed, or StepFailed.
     """
@@ -122,7 +124,7 @@ def run_step(
             part.pending = replace(pending, problems=(*part.misuse, *pending.problems))
 
         comm.enter("agree")
-        anything = _agree(comm, call, parts, joint=joint)
+        anything = _agree(comm, call, parts, weight) if joint else _agree_alone(comm, call, *parts)
         moving = [part for part in parts if part.moves]
         norm = None if max_grad_norm is None else 0.0
         if anything:
@@ -192,13 +194,15 @@ def _drop_staged(parts: Sequence[Part]) -> bool:
     return bool(staged)
 
 
-def _agree(comm: Communicator, call: str, parts: Sequence[Part], *, joint: bool) -> bool:
+def _agree_alone(comm: Communicator, call: str, part: Part) -> bool:
+    """Give the only session its window; whether it moves."""
+    strategy = part.strategy
+    part.window = agree_window(comm, call, strategy.layout_digest, part.request, strategy.paths, part.pending)
+    return part.moves
+
+
+def _agree(comm: Communicator, call: str, parts: Sequence[Part], weight: object) -> bool:
     """Give every part its window; whether any session on any rank moves."""
-    if not joint:
-        (part,) = parts
-        strategy = part.strategy
-        part.window = agree_window(comm, call, strategy.layout_digest, part.request, strategy.paths, part.pending)
-        return part.moves
     joining = [
         Joining(
             part.strategy.comm,
@@ -210,7 +214,6 @@ def _agree(comm: Communicator, call: str, parts: Sequence[Part], *, joint: bool)
         )
         for part in parts
     ]
-    weight = next((part.request.weight for part in parts if part.request.mode == MEAN), 0)
     windows, moving = agree_windows(comm, call, weight, joining)
     for part, window in zip(parts, windows, strict=True):
         part.window = window
@@ -270,24 +273,26 @@ def take_step(
     Collective over the world of their communicators: every rank calls, with its own sessions, which may be on the world
     or on subgroups of it and have names of their own. Sessions named in `local_active` are stepped by their sum, with
     this rank active or not; the others by their mean over the weight of the whole WORLD, whatever their group
-    (`local_weight`: samples or tokens in this rank's loss sum). `lr` is the base rate of all, or name -> base rate; a
-    session without one takes what its `optimizer.param_groups` say. The norm counts every element of every group once.
+    (`local_weight`: samples or tokens in this rank's loss sum; it counts whichever sessions a rank has). `lr` is the
+    base rate of all, or name -> base rate; a session without one takes what its `optimizer.param_groups` say. The norm
+    counts every element of every group once.
     Raises StepRefused kin on all ranks of the world with nothing changed, or StepFailed.
     """
     if not sessions:
         raise UsageError("take_step: no session; every rank brings at least one")
-    world = sessions[0].comm.parent or sessions[0].comm
+    ordered = sorted(sessions, key=lambda s: (-s.comm.world_size, s.comm.ranks, s.name))  # the same on all ranks
+    worlds = [session.comm.parent or session.comm for session in ordered]
+    world = max(worlds, key=lambda comm: comm.world_size)  # where the other ranks wait, should there be several
     active = local_active or {}
     rates = lr if isinstance(lr, Mapping) else {session.name: lr for session in sessions}
-    ordered = sorted(sessions, key=lambda s: (-s.comm.world_size, s.comm.ranks, s.name))  # the same on all ranks
-    misuse = tuple(_misuse(sessions, world, active, rates))
+    misuse = tuple(_misuse(sessions, worlds, active, rates))
     parts = []
     for session in ordered:
         mode, weight = (SUM, as_flag(active[session.name])) if session.name in active else (MEAN, local_weight)
         request = session.request(mode, weight, rates.get(session.name), missing, max_grad_norm)
         parts.append(Part(session, request, misuse))
     call = f"step {ordered[0].step_count + 1} of {' + '.join(session.name for session in sessions)}"
-    norm = run_step(world, call, parts, max_grad_norm, joint=True)
+    norm = run_step(world, call, parts, max_grad_norm, joint=True, weight=local_weight)
     return {part.strategy.name: session.result(part.window, norm) for session, part in zip(ordered, parts, strict=True)}
 
 
@@ -297,14 +302,17 @@ def as_flag(active: object) -> object:
 
 
 def _misuse(
-    sessions: Sequence[Stepping], world: Communicator, active: Mapping[str, bool], rates: Mapping[str, float | None]
+    sessions: Sequence[Stepping],
+    worlds: Sequence[Communicator],
+    active: Mapping[str, bool],
+    rates: Mapping[str, float | None],
 ) -> Iterator[str]:
     """What is wrong with the call on this rank; all ranks hear of it."""
     names = [session.name for session in sessions]
     if len(set(names)) < len(names):
         yield f"sessions of one step have names of their own, found {', '.join(names)}"
     for what, given in (("local_active", active), ("lr", rates)):
-        for name in given.keys() - set(names):
+        for name in sorted(given.keys() - set(names)):
             yield f"{what} names {name}, which is none of the sessions {', '.join(names)}"
-    if any((session.comm.parent or session.comm) is not world for session in sessions):
+    if any(world is not worlds[0] for world in worlds):
         yield "the sessions of one step are on one world or on subgroups of it, found sessions of different worlds"

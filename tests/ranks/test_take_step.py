@@ -1,0 +1,444 @@
+"""Several sessions in one step: one agreement, one weight, one norm, one decision, one commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardrun as sr
+from tests.support.models import Scalars, Vectors, loss_sum, push, seeded, token_batch
+from tests.support.ranks import run_ranks
+from tests.support.reference import PlainTorch, joint_step, replicated_sum
+from tests.support.sessions import make_zero2, photograph, same_bits
+
+_SGD = torch.optim.SGD
+_INF = math.inf
+
+
+def _subgroup(comm: sr.Communicator, *lists: Sequence[int]) -> sr.Communicator:
+    """Of subgroups that share no rank, the one that this rank is in."""
+    (own,) = [group for group in map(comm.subgroup, lists) if group is not None]
+    return own
+
+
+def _values(model: nn.Module) -> dict[str, float]:
+    return {name: parameter.item() for name, parameter in model.named_parameters()}
+
+
+# ---- dense weights on four ranks, experts on two and two ----------------------------------------------------------
+
+_HIDDEN = {"a": 9, "b": 5}
+_WINDOWS = [(3, 5, 2, 4), (1, 0, 2, 3), (4, 2, 0, 0), (2, 2, 5, 1)]
+"""Tokens by rank; those of ranks 0 and 1 are for expert a, the others' for b, which gets none in the third window."""
+
+
+def _expert(name: str) -> nn.Module:
+    hidden = _HIDDEN[name]
+    return seeded(hidden, lambda: nn.Sequential(nn.Linear(15, hidden), nn.Tanh(), nn.Linear(hidden, 3)))
+
+
+class _Moe(nn.Module):
+    """7 -> 15 -> an expert, 15 -> 9 -> 3 or 15 -> 5 -> 3 -> 17."""
+
+    def __init__(self, experts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.up, self.head = (seeded(3, lambda: nn.Linear(7, 15)), seeded(4, lambda: nn.Linear(3, 17)))
+        self.experts = nn.ModuleDict(experts)
+        self.route = next(iter(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (tokens, 17) of `x` (tokens, 7), all of which go to the expert `route`."""
+        return self.head(torch.tanh(self.experts[self.route](torch.tanh(self.up(x)))))  # type: ignore[no-any-return]
+
+
+def _batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    return token_batch(10 * number + rank, _WINDOWS[number][rank])
+
+
+def _routed(number: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Every token where its expert lives."""
+    return {"ab"[rank // 2]: _batch(number, rank)}
+
+
+def _dealt(number: int, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same tokens of the window, dealt out in turn to all ranks."""
+    dealt = {}
+    for name, homes in (("a", (0, 1)), ("b", (2, 3))):
+        batches = [_batch(number, home) for home in homes]
+        inputs, targets = (torch.cat(parts)[rank::4] for parts in zip(*batches, strict=True))
+        dealt[name] = (inputs, targets)
+    return dealt
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a rank has after each window, by path as if it held all experts: those of others are left out."""
+
+    gradients: list[dict[str, Tensor | None]]
+    parameters: list[dict[str, Tensor]]
+    norms: list[float | None]
+    absent: list[tuple[str, ...]]
+    records: dict[str, Tensor]
+    fragments: dict[str, list[int]]
+
+
+def _train(
+    model: _Moe,
+    rank: int,
+    sessions: Sequence[sr.SelectedZero2],
+    tokens: Callable[[int, int], dict[str, tuple[Tensor, Tensor]]],
+    rename: Callable[[str], str],
+) -> _Trained:
+    gradients, parameters, norms, absent = [], [], [], []
+    for number in range(len(_WINDOWS)):
+        batches = tokens(number, rank)
+        for name, batch in batches.items():
+            if len(batch[1]):
+                model.route = name if name in model.experts else "own"
+                torch.autograd.backward(loss_sum(model, batch))
+        named = {rename(path): p for path, p in model.named_parameters()}
+        gradients.append({path: None if p.grad is None else p.grad.clone() for path, p in named.items()})
+        weight = sum(len(targets) for _, targets in batches.values())
+        results = sr.take_step(sessions, local_weight=weight, missing="zero", max_grad_norm=0.3)
+        norms.append(next(iter(results.values())).grad_norm)
+        absent.append(tuple(rename(path) for result in results.values() for path in result.absent))
+        parameters.append({path: p.detach().clone() for path, p in named.items()})
+    held = [session.to_record() for session in sessions]
+    return _Trained(
+        gradients,
+        parameters,
+        norms,
+        absent,
+        {rename(name): tensor for record in held for name, tensor in record.tensors.items()},
+        {rename(path): extent for record in held for path, extent in record.meta["fragments"].items()},
+    )
+
+
+def _layouts(
+    comm: sr.Communicator, half: sr.Communicator, optimizer: type[torch.optim.Optimizer], **options: Any
+) -> dict[str, _Trained]:
+    """Layout -> what becomes of it: experts apart, or together with the tokens where they were, or dealt out."""
+
+    def sessions(group: sr.Communicator, model: nn.Module) -> list[sr.SelectedZero2]:
+        return [
+            make_zero2(comm, model, optimizer, exclude=["experts.*"], name="dense", **options),
+            make_zero2(group, model, optimizer, include=["experts.*"], name="experts", **options),
+        ]
+
+    own = "ab"[comm.rank // 2]
+    model = _Moe({"own": _expert(own)})
+    trained = {
+        "apart": _train(
+            model,
+            comm.rank,
+            sessions(half, model),
+            _routed,
+            lambda path: path.replace("experts.own.", f"experts.{own}."),
+        )
+    }
+    for name, tokens in (("together", _routed), ("dealt", _dealt)):
+        model = _Moe({expert: _expert(expert) for expert in _HIDDEN})
+        trained[name] = _train(model, comm.rank, sessions(comm, model), tokens, str)
+    return trained
+
+
+def _all_layouts(comm: sr.Communicator) -> dict[str, dict[str, _Trained]]:
+    half = _subgroup(comm, [0, 1], [2, 3])
+    return {
+        "AdamW": _layouts(comm, half, torch.optim.AdamW, lr=0.01),
+        "SGD": _layouts(comm, half, _SGD, lr=0.1, momentum=0.9),
+    }
+
+
+@pytest.fixture(scope="module")
+def layouts() -> list[dict[str, dict[str, _Trained]]]:
+    """By rank: optimizer -> layout -> what became of it."""
+    return run_ranks(4, _all_layouts)
+
+
+def _whole_records(ranks: Sequence[_Trained]) -> dict[str, Tensor]:
+    """Name -> the whole tensor of state, put together from the holders' fragments."""
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for trained in ranks:
+        for name, tensor in trained.records.items():
+            begin = trained.fragments[name.rpartition("/")[0]][0]
+            held = pieces.setdefault(name, {}).setdefault(begin, tensor)
+            assert same_bits(held, tensor), f"{name} differs between its holders"
+    return {
+        name: torch.cat([held[k] for k in sorted(held)]) if held[min(held)].dim() else held[min(held)]
+        for name, held in pieces.items()
+    }
+
+
+def test_experts_of_some_ranks_learn_what_they_would_learn_on_all_of_them(
+    layouts: list[dict[str, dict[str, _Trained]]],
+) -> None:
+    """Bit for bit: a rank that has no token for an expert adds zeros, and nothing else differs in the sums."""
+    apart, together = ([ranks["AdamW"][name] for ranks in layouts] for name in ("apart", "together"))
+    for one, other in zip(apart, together, strict=True):
+        assert one.norms == other.norms
+        assert all(norm is not None and norm > 0.3 for norm in one.norms), "clipping is active"
+        for held, wanted in zip(one.parameters, other.parameters, strict=True):
+            assert [path for path, value in held.items() if not same_bits(value, wanted[path])] == []
+    records, wanted_records = _whole_records(apart), _whole_records(together)
+    assert records.keys() == wanted_records.keys()
+    assert [name for name, tensor in records.items() if not same_bits(tensor, wanted_records[name])] == []
+    assert {path.split(".")[1] for path in apart[2].absent[2]} == {"b"}
+    assert all(len(trained.parameters[0]) == 8 for trained in apart), "dense and one expert of two"
+    assert all(len(trained.parameters[0]) == 12 for trained in together)
+
+
+def test_sessions_of_one_step_are_plain_torch_clipped_by_one_norm(
+    layouts: list[dict[str, dict[str, _Trained]]],
+) -> None:
+    apart = [ranks["AdamW"]["apart"] for ranks in layouts]
+    model = _Moe({name: _expert(name) for name in _HIDDEN})
+    twins = [
+        PlainTorch(dict(part.named_parameters()), torch.optim.AdamW, lr=0.01, fused=True)
+        for part in (nn.ModuleDict({"up": model.up, "head": model.head}), *model.experts.values())
+    ]
+    homes = [range(4), range(2), range(2, 4)]
+    prefixes = ["", "experts.a.", "experts.b."]
+    for number, weights in enumerate(_WINDOWS):
+        sums = [
+            replicated_sum(
+                [{path: apart[rank].gradients[number].get(prefix + path) for path in twin.leaves} for rank in ranks],
+                [weights[rank] for rank in ranks],
+            )
+            for twin, ranks, prefix in zip(twins, homes, prefixes, strict=True)
+        ]
+        norm = joint_step(twins, sums, [sum(weights)] * 3, max_grad_norm=0.3)
+        for twin, ranks, prefix in zip(twins, homes, prefixes, strict=True):
+            for rank in ranks:
+                held = apart[rank]
+                assert held.norms[number] == pytest.approx(norm, rel=1e-12)
+                for path, leaf in twin.leaves.items():
+                    assert same_bits(held.parameters[number][prefix + path], leaf), (number, rank, path)
+
+
+def test_where_a_tokens_loss_is_computed_changes_the_order_of_sums_only(
+    layouts: list[dict[str, dict[str, _Trained]]],
+) -> None:
+    """The same tokens on other ranks: FP32 sums in another order, so to 1e-6 and not to the last bit."""
+    for ranks in layouts:
+        apart, dealt = ranks["SGD"]["apart"], ranks["SGD"]["dealt"]
+        assert apart.norms == pytest.approx(dealt.norms, rel=1e-6)
+        for held, wanted in zip(apart.parameters, dealt.parameters, strict=True):
+            for path, value in held.items():
+                assert torch.allclose(value, wanted[path], rtol=1e-6, atol=1e-8), path
+
+
+# ---- what is asked for, and what comes back -----------------------------------------------------------------------
+
+
+def _joint(comm: sr.Communicator) -> list[dict[str, Any]]:
+    """Weights 1, 2, 3, 4; rank r has gradient r + 1 everywhere; odd ranks give the sessions in the other order."""
+    half = _subgroup(comm, [0, 1], [2, 3])
+    model = Scalars("d", "e", "spare")
+    sessions = [
+        make_zero2(comm, model, _SGD, include=["d"], name="dense", lr=1.0),
+        make_zero2(half, model, _SGD, include=["e"], name="experts", lr=1.0),
+    ]
+    told_by_step = []
+    for _ in range(2):
+        before = _values(model)
+        push(model, {path: torch.tensor([comm.rank + 1.0]) for path in ("d", "e", "spare")})
+        spare = model.get_parameter("spare").grad
+        given = sessions[::-1] if comm.rank % 2 else sessions
+        results = sr.take_step(given, local_weight=torch.tensor(comm.rank + 1), max_grad_norm=_INF)
+        told_by_step.append(
+            {
+                "moved": {path: before[path] - value for path, value in _values(model).items()},
+                "results": {name: (r.global_weight, r.grad_norm, r.absent) for name, r in sorted(results.items())},
+                "remaining": [list(r.remaining_gradients) for r in results.values()],
+                "same": all(r.remaining_gradients["spare"] is spare for r in results.values()),
+                "bits": spare is not None and spare.item() == comm.rank + 1.0,
+                "pending": model.get_parameter("d").grad is not None or model.get_parameter("e").grad is not None,
+                "steps": [session.step_count for session in sessions],
+            }
+        )
+        model.get_parameter("spare").grad = None
+    return told_by_step
+
+
+def test_one_weight_and_one_norm_whatever_order_a_rank_gives_the_sessions_in() -> None:
+    for rank, steps in enumerate(run_ranks(4, _joint)):
+        means = {"d": torch.tensor(10.0).div(10), "e": torch.tensor([3.0, 7.0]).div(10)}
+        norm = math.sqrt(math.fsum(float(x) ** 2 for x in (means["d"], *means["e"])))
+        for number, step in enumerate(steps, 1):
+            assert step["moved"] == pytest.approx({"d": 1.0, "e": float(means["e"][rank // 2]), "spare": 0.0})
+            assert step["results"] == dict.fromkeys(("dense", "experts"), (10, pytest.approx(norm, rel=1e-12), ()))
+            assert step["remaining"] == [["spare"], ["spare"]]
+            assert step["same"]
+            assert step["bits"]
+            assert not step["pending"]
+            assert step["steps"] == [number, number]
+
+
+def _places(comm: sr.Communicator) -> dict[str, Any]:
+    """Three ranks: dense on all, experts on 0 and 1, a session of rank 1 alone, one on a subgroup of all ranks."""
+    groups = {name: comm.subgroup(ranks) for name, ranks in (("pair", (0, 1)), ("solo", (1,)), ("all", (0, 1, 2)))}
+    held = {"dense": comm} | {name: group for name, group in groups.items() if group is not None}
+    model = Scalars(*held)
+    sessions = [make_zero2(group, model, _SGD, include=[name], name=name, lr=1.0) for name, group in held.items()]
+    push(model, {name: torch.tensor([2.0**comm.rank]) for name in held})
+    results = sr.take_step(sessions, local_weight=comm.rank, max_grad_norm=_INF)
+    return {
+        "values": _values(model),
+        "weights": {name: result.global_weight for name, result in results.items()},
+        "norms": [result.grad_norm for result in results.values()],
+    }
+
+
+def test_ranks_without_a_session_and_groups_of_one_take_part() -> None:
+    """Rank 0 has weight 0 and counts as zeros: "pair" has the gradient 2 of rank 1 alone, over the world's weight 3."""
+    two, six = -torch.tensor(2.0).div(3).item(), -torch.tensor(6.0).div(3).item()
+    wanted = {"dense": six, "pair": two, "solo": two, "all": six}
+    norm = math.sqrt(2 * six**2 + 2 * two**2)
+    places = [["dense", "pair", "all"], ["dense", "pair", "solo", "all"], ["dense", "all"]]
+    for facts, names in zip(run_ranks(3, _places), places, strict=True):
+        assert facts["values"] == {name: wanted[name] for name in names}
+        assert facts["weights"] == dict.fromkeys(names, 3)
+        assert facts["norms"] == [pytest.approx(norm, rel=1e-12)] * len(names)
+
+
+def _denominators(comm: sr.Communicator) -> dict[str, tuple[float, int]]:
+    """Weights 1, 2, 4 on three ranks; "means" lives on 0 and 1, rank 2 has nothing but "sums"."""
+    group = _subgroup(comm, [0, 1], [2])
+    name = "means" if group.world_size == 2 else "sums"
+    model = Scalars("w")
+    session = make_zero2(group, model, _SGD, name=name, lr=1.0)
+    weight = 2**comm.rank
+    found = {}
+    for how in ("joint", "alone"):
+        before = model.get_parameter("w").item()
+        push(model, {"w": torch.tensor([42.0])})
+        if how == "joint":
+            active = {"sums": True} if name == "sums" else None
+            result = sr.take_step([session], local_weight=weight, local_active=active)[name]
+        else:
+            result = session.step(local_weight=weight) if name == "means" else session.step_sum(local_active=True)
+        found[how] = before - model.get_parameter("w").item(), result.global_weight
+    return found
+
+
+def test_the_weight_of_the_whole_world_divides_and_that_of_the_group_when_a_session_steps_alone() -> None:
+    first, second, third = run_ranks(3, _denominators)
+    assert first == second == {"joint": (84.0 / 7, 7), "alone": (84.0 / 3, 3)}
+    assert third == {"joint": (42.0, 1), "alone": (42.0, 1)}
+
+
+def _rates(comm: sr.Communicator) -> list[tuple[float, ...]]:
+    """How far a gradient of 1 moves dense and expert under each way to give a rate."""
+    half = _subgroup(comm, [0, 1], [2, 3])
+    model = Vectors({"d": (3,), "e": (2,)})
+    dense = make_zero2(comm, model, _SGD, include=["d"], name="dense", rules={"d": {"lr_scale": 0.5}}, lr=1.0)
+    experts = make_zero2(half, model, _SGD, include=["e"], name="experts", lr=4.0)
+    moved = []
+    ways: list[float | dict[str, float] | None] = [None, 2, {"experts": 8.0}, {"dense": 16.0, "experts": 32.0}, None]
+    for number, lr in enumerate(ways):
+        if number == len(ways) - 1:  # as a scheduler of torch does it
+            experts.optimizer.param_groups[0]["lr"] = 64.0
+        before = {path: p.detach().clone() for path, p in model.named_parameters()}
+        push(model, {path: torch.ones_like(p) for path, p in before.items()})
+        sr.take_step([dense, experts], local_weight=1, lr=lr)
+        d, e = (set((before[path] - p).tolist()) for path, p in model.named_parameters())
+        moved.append((*d, *e))
+    return moved
+
+
+def test_a_rate_is_everybodys_or_one_per_name_and_without_one_the_param_groups_say() -> None:
+    for moved in run_ranks(4, _rates):
+        # A mean over four ranks: dense sums four ones over weight 4, an expert of two ranks two ones over weight 4.
+        assert moved == [(0.5, 2.0), (1.0, 1.0), (0.5, 4.0), (8.0, 16.0), (0.5, 32.0)]
+
+
+def _mixed(comm: sr.Communicator) -> dict[str, Any]:
+    """Dense by its mean, experts by their sum; rank 1 is not active there and has a NaN."""
+    half = _subgroup(comm, [0, 1], [2, 3])
+    model = Scalars("d", "e")
+    dense = make_zero2(comm, model, _SGD, include=["d"], name="dense", lr=1.0)
+    experts = make_zero2(half, model, _SGD, include=["e"], name="experts", lr=1.0)
+    own = math.nan if comm.rank == 1 else comm.rank + 1.0
+    push(model, {"d": torch.tensor([4.0 * comm.rank]), "e": torch.tensor([own])})
+    active = {"experts": comm.rank != 1}
+    results = sr.take_step([dense, experts], local_weight=2, local_active=active, max_grad_norm=_INF)
+    return {
+        "values": _values(model),
+        "weights": [results[name].global_weight for name in ("dense", "experts")],
+        "norm": results["experts"].grad_norm,
+        "gone": all(p.grad is None for p in model.parameters()),
+    }
+
+
+def test_means_and_sums_step_together() -> None:
+    for rank, facts in enumerate(run_ranks(4, _mixed)):
+        assert facts["values"] == {"d": -3.0, "e": -1.0 if rank < 2 else -7.0}
+        assert facts["weights"] == [8, 1 if rank < 2 else 2]
+        assert facts["norm"] == pytest.approx(math.sqrt(9 + 1 + 49), rel=1e-12)
+        assert facts["gone"]
+
+
+# ---- who is left alone --------------------------------------------------------------------------------------------
+
+
+def _idle(comm: sr.Communicator) -> dict[str, Any]:
+    half = _subgroup(comm, [0, 1], [2, 3])
+    model = Vectors({"d": (300,), "e": (700 + comm.rank // 2,)}, value=1.0)
+    dense = make_zero2(comm, model, include=["d"], name="dense", lr=0.1)
+    experts = make_zero2(half, model, include=["e"], name="experts", lr=0.1)
+    sessions = [dense, experts]
+
+    def step(kind: str) -> tuple[list[list[str]], Any]:
+        """What changed in each session, and the norm."""
+        before = [photograph(session) for session in sessions]
+        given: dict[str, Any] = {"local_weight": 1, "missing": "zero", "max_grad_norm": 1.0}
+        idle_group = comm.rank >= 2
+        gradients = {path: torch.ones_like(p) for path, p in model.named_parameters()}
+        if kind == "nobody has a gradient":
+            gradients = {}
+        elif kind == "nobody is active":
+            given["local_active"] = {"dense": False, "experts": False}
+        elif kind == "a group without a gradient" and idle_group:
+            del gradients["e"]
+        elif kind == "a group of weight 0" and idle_group:
+            gradients = {path: torch.full_like(gradient, math.nan) for path, gradient in gradients.items()}
+            given["local_weight"] = 0
+        push(model, gradients)
+        results = sr.take_step(sessions, **given)
+        changed = [b.differences(photograph(s), gradients=False) for b, s in zip(before, sessions, strict=True)]
+        assert all(p.grad is None for p in model.parameters())
+        own = [[c for c in found if c != f"parameter {other}"] for found, other in zip(changed, "ed", strict=True)]
+        return own, [(results[s.name].grad_norm, results[s.name].absent) for s in sessions]
+
+    found: dict[str, Any] = {}
+    for kind in (
+        "everybody",
+        "nobody has a gradient",
+        "nobody is active",
+        "a group without a gradient",
+        "a group of weight 0",
+    ):
+        found[kind] = step(kind)
+    found["steps"] = [session.step_count for session in sessions]
+    return found
+
+
+def test_a_session_that_nobody_has_a_gradient_for_is_untouched_while_the_others_step() -> None:
+    """No update, no weight decay, no step count, though there is momentum from an earlier step."""
+    for rank, found in enumerate(run_ranks(4, _idle)):
+        for kind in ("nobody has a gradient", "nobody is active"):
+            assert found[kind] == ([[], []], [(0.0, ("d",)), (0.0, ("e",))]), kind
+        for kind in ("a group without a gradient", "a group of weight 0"):
+            (dense, experts), ((_, dense_absent), (_, absent)) = found[kind]
+            assert "parameter d" in dense
+            assert dense_absent == ()
+            assert ("parameter e" in experts, absent) == ((True, ()) if rank < 2 else (False, ("e",))), kind
+            assert experts == [] or rank < 2
+        assert found["steps"] == ([3, 3] if rank < 2 else [3, 1])
