@@ -254,7 +254,7 @@ class SliceOptimizer(GroupedOptimizer):
                     kept.state[key] = value
                 elif key not in live and key in piece.elements:
                     kept.state[key] = piece.elements[key].copy_(value)
-                elif key in kept.state and key in live:
+                elif key in kept.state:
                     kept.state[key].copy_(value)
                 else:
                     kept.state[key] = value.clone()

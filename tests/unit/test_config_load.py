@@ -162,9 +162,8 @@ def test_each_kind_of_problem_names_place_key_and_value(folder: Path, line: str,
         (
             "name: adamw",
             "name: AdamW",
-            "optimizer.name: found text 'AdamW'; allowed: adamw, adam, sgd; did you mean ad",
+            "optimizer.name: found text 'AdamW'; allowed: adamw, adam, sgd, nadam,",
         ),
-        ("name: adamw", "name: muon", "optimizer.name: muon updates whole matrices and cannot run under zero2"),
         ("name: adamw", "name: adafactor", "optimizer.name: adafactor keeps row and column averages"),
         ("name: adamw", "name: lbfgs", "optimizer.name: lbfgs evaluates the loss several times"),
         ("name: adamw", "name: sparseadam", "optimizer.name: sparseadam needs sparse gradients"),
@@ -181,9 +180,9 @@ def test_each_kind_of_problem_names_place_key_and_value(folder: Path, line: str,
         ("lr: 1e-3", "lr: 1\n  betas: [0.9, 0.9, 0.9]", "c.yaml:5:10: optimizer.betas: needs 2 entries, found 3"),
         ("lr: 1e-3", "lr: 1\n  options: [{match: []}]", "optimizer.options[0].match: needs at least 1 entry, found 0"),
         ("lr: 1e-3", "lr: 1\n  options: [{match: [a], lrscale: 1}]", "did you mean optimizer.options.lr_scale?"),
-        ("lr: 1e-3", "lr: 1\n  strategy: zero3", "optimizer.strategy: found text 'zero3'; allowed: zero2; did you"),
-        ("adamw", "sgd\n  nesterov: true", "optimizer.nesterov: needs a momentum above 0, and optimizer.momentum is 0"),
-        ("adamw", "sgd\n  nesterov: true\n  momentum: .9\n  dampening: .1", "nesterov: needs no dampening, and optim"),
+        ("lr: 1e-3", "lr: 1\n  strategy: zero3", "optimizer.strategy: found text 'zero3'; allowed: zero2, zero1; did"),
+        ("adamw", "sgd\n  nesterov: true", "optimizer.nesterov: needs a momentum above 0, and momentum is 0"),
+        ("adamw", "sgd\n  nesterov: true\n  momentum: .9\n  dampening: .1", "nesterov: needs no dampening, and dampe"),
     ],
 )
 def test_each_broken_rule_is_the_only_problem(folder: Path, old: str, new: str, expected: str) -> None:
@@ -194,7 +193,7 @@ def test_each_broken_rule_is_the_only_problem(folder: Path, old: str, new: str, 
 
 def test_all_problems_come_at_once_and_in_reading_order(folder: Path) -> None:
     text = (
-        GOOD.replace("adamw", "muon").replace("1e-3", "abc").replace("steps: 10", "steps: 0\n  steps: 7\n  epochs: x")
+        GOOD.replace("adamw", "lbfgs").replace("1e-3", "abc").replace("steps: 10", "steps: 0\n  steps: 7\n  epochs: x")
     )
     text += "recipe: recipe.py\nlog: {evry: 1}\n"
     found = problems(folder, text, "data.workers=-1", "nonsense")

@@ -124,6 +124,28 @@ def _hand_over(one: Ranks, other: Ranks) -> None:
         theirs.load_state_tensors(record)
 
 
+def test_a_proposal_of_before_a_record_was_loaded_is_forgotten() -> None:
+    source, ranks = (Ranks(ELEMENTWISE["rprop"], {}, drawn(_SHAPES, 1), 1) for _ in range(2))
+    for step in range(3):
+        _step(source, step)
+    ranks.propose(drawn(_SHAPES, 55), present_in(0), 0.5)  # a first update, not committed
+    _hand_over(source, ranks)
+    _step(source, 3)
+    _step(ranks, 3)
+    assert same(source.photograph(), ranks.photograph())
+
+
+def test_a_record_lacks_nothing_but_what_a_first_update_makes() -> None:
+    start = drawn(_SHAPES, 1)
+    (adamw,), (sgd,) = (
+        Ranks(ELEMENTWISE[name], {"momentum": 0.9} if name == "sgd" else {}, start, 1).steppers
+        for name in ("adamw", "sgd")
+    )
+    assert adamw.expected_tensors({}).keys() == {f"{p}/{k}" for p in NUMELS for k in ("exp_avg", "exp_avg_sq", "step")}
+    assert adamw.expected_tensors({}).keys() == adamw.state_tensors().keys()
+    assert sgd.expected_tensors({}) == sgd.state_tensors() == {}
+
+
 def test_a_record_with_half_of_a_first_updates_state_is_told_apart() -> None:
     ranks = Ranks(ELEMENTWISE["rprop"], {}, drawn(_SHAPES, 1), 1)
     _step(ranks, 0)
@@ -167,7 +189,9 @@ def test_without_a_rate_the_class_has_its_own() -> None:
     for name, kind in ELEMENTWISE.items():
         ranks = Ranks(kind, {}, drawn(_SHAPES, 1), 1)
         made: Callable[..., torch.optim.Optimizer] = kind.cls
-        assert ranks.steppers[0].rates(None) == [made([torch.zeros(1)]).defaults["lr"]], name
+        own = made([torch.zeros(1)]).defaults["lr"]
+        (stepper,) = ranks.steppers
+        assert (stepper.rates(None), stepper.options[0]["lr"]) == ([own], own), name
 
 
 def test_a_rank_that_holds_nothing_steps_along() -> None:

@@ -134,6 +134,18 @@ class _Odd(torch.optim.Optimizer):
                     leaf.add_(state["late"], alpha=1e-3)
 
 
+class _KeepsGradient(torch.optim.SGD):
+    """Puts the very gradient tensor into its state, which the session writes to in the next step."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for leaf in self.param_groups[0]["params"]:
+            if leaf.grad is not None:
+                before = self.state[leaf].get("previous")
+                leaf.sub_(leaf.grad if before is None else leaf.grad - before * 0.5, alpha=self.param_groups[0]["lr"])
+                self.state[leaf]["previous"] = leaf.grad
+
+
 _ODD = Declared(_Odd, "matrix", "odd")
 _ODD_SHAPES = {"long": (5, 3), "flat": (3,), "one": (1, 1), "late": (4, 2, 2), "never": (2, 2)}
 
@@ -153,6 +165,12 @@ class _Numbers(PlainTorch):
 def test_a_users_matrix_optimizer_has_the_bits_of_itself() -> None:
     start = drawn(_ODD_SHAPES, 1)
     _compare(_Owner(any_kind(_ODD), {}, start), _Numbers(_Odd, {}, start))
+
+
+def test_a_gradient_that_is_kept_in_the_state_is_a_copy_there() -> None:
+    start = drawn(_ODD_SHAPES, 1)
+    kind = any_kind(Declared(_KeepsGradient, "matrix", "keeps"))
+    _compare(_Owner(kind, {}, start), PlainTorch(_KeepsGradient, {}, start))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.SGD])
