@@ -1,0 +1,1 @@
+"""Real faults in real steps: what the others hold afterwards, and how soon they are out."""
