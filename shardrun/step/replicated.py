@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,15 +84,10 @@ class ParamStore:
         return None if self._replica is None else self._replica.optimizer
 
     def replica(self, kind: str, options: Mapping[str, Any], comm: Communicator) -> _Replica:
-        """The state of this store under `comm`, made by the first step. Collective then; UsageError on a change."""
+        """The state of this store, made by the first step under `comm`; collective then."""
         if self._replica is None:
             self._replica = _Replica(self, kind, options, comm)
-        replica = self._replica
-        if replica.kind != kind:
-            raise UsageError(f"this store is stepped by {replica.kind} since its first step; this call is {kind}")
-        if replica.comm is not comm and not replica.comm.world_size == comm.world_size == 1:
-            raise UsageError("this store is stepped on the communicator of its first step; this call gives another one")
-        return replica
+        return self._replica
 
 
 def step_sgd(store: ParamStore, config: SGDConfig, comm: Communicator, grads: Gradients | None = None) -> None:
@@ -123,7 +118,7 @@ def _step(
     comm.require_open()
     options = asdict(config)
     replica = store.replica(kind, options, comm)
-    replica.ask(options, grads)
+    replica.ask(kind, options, comm, grads)
     part = Part(replica, Request(MEAN, 1, ALIKE, (config.lr,), repr(options)), replica.misuse)
     run_step(comm, f"step {replica.step_count + 1} of {kind}", [part], judge=False)
 
@@ -140,26 +135,46 @@ class _Replica(WholeGradients):
                 resolve_fused(True, options, parameter.device, elementwise(kind), [parameter.dtype])
         except UsageError as error:
             problem = error
-        _agree(comm, store.selection.contract(), list(parameters), problem)
+        _agree(comm, kind, store.selection.contract(), list(parameters), problem)
         super().__init__("the store", comm, parameters, list(parameters), adopt=False)
         self.kind = kind
-        self.optimizer = elementwise(kind).cls(list(parameters.values()), **options)
+        self.optimizer = elementwise(kind).cls([{"params": list(parameters.values())}], **options)
         self.misuse: tuple[str, ...] = ()
         self._order = list(parameters)
-        self._options = options
+        self._options = self._asked = options
         self._given: Mapping[str, Tensor | None] | None = None
 
-    def ask(self, options: Mapping[str, Any], grads: Gradients | None) -> None:
-        """Take note of what the next step is given."""
-        self._options, self.misuse, self._given = options, (), None
+    def ask(self, kind: str, options: Mapping[str, Any], comm: Communicator, grads: Gradients | None) -> None:
+        """Take note of what the next step is given, and of what is wrong with it: all ranks will hear of that."""
+        self._asked, self._given = options, None
+        wrong = [*self._changes(kind, options, comm)]
         if isinstance(grads, Mapping):
             if unknown := sorted(set(grads) - set(self._order)):
-                self.misuse = (f"grads has {unknown[0]} ({len(unknown)} in all), no trainable parameter of this store",)
+                wrong.append(f"grads has {unknown[0]} ({len(unknown)} in all), no trainable parameter of this store")
             self._given = grads
         elif grads is not None and len(grads) != len(self._order):
-            self.misuse = (f"grads has {len(grads)} gradients, this store {len(self._order)} parameters",)
+            wrong.append(f"grads has {len(grads)} gradients, this store {len(self._order)} parameters")
         elif grads is not None:
             self._given = dict(zip(self._order, grads, strict=True))
+        self.misuse = tuple(wrong)
+
+    def _changes(self, kind: str, options: Mapping[str, Any], comm: Communicator) -> Iterator[str]:
+        """What may not be different from the first step, and options that torch would only stumble over."""
+        if kind != self.kind:
+            yield f"this store is stepped by {self.kind} since its first step; this call is {kind}"
+            return
+        if comm is not self.comm and not comm.world_size == self.comm.world_size == 1:
+            yield "this store is stepped on the communicator of its first step; this call gives another one"
+        if {**options, "lr": 0.0} == {**self._options, "lr": 0.0}:
+            return
+        try:
+            check_options(elementwise(kind), {**options, "lr": 0.0}, (), self._order)
+        except UsageError as error:
+            yield str(error)
+        if options["fused"] != self._options["fused"]:
+            yield f"fused was {self._options['fused']} in the first step, this call has {options['fused']}; keep it"
+        if options.get("amsgrad") and any("max_exp_avg_sq" not in held for held in self.optimizer.state.values()):
+            yield "amsgrad is switched on after steps without it, which kept no maximum; make a new store"
 
     def collect(self) -> Pending:
         """Which gradients there are; they are copied to where they travel from, and stay as they are."""
@@ -167,19 +182,37 @@ class _Replica(WholeGradients):
 
     def commit(self, window: Window, rates: Sequence[float]) -> None:
         """The ordinary optimizer's step, in place, on the averaged gradients."""
-        before = [(held.parameter, held.parameter.grad) for held in self.flat.held]
+        before = [(held.parameter, held.parameter.grad, held.parameter.grad_dtype) for held in self.flat.held]
         self.hand_out(window)
+        self._options = self._asked
         for group in self.optimizer.param_groups:
             group.update(self._options)
-        self.optimizer.step()
-        for parameter, grad in before:
+        self._update()
+        for parameter, grad, dtype in before:
+            parameter.grad = None
+            parameter.grad_dtype = dtype
             parameter.grad = None if self._given is None else grad
         self.step_count += 1
 
+    def _update(self) -> None:
+        """One `optimizer.step()`; two where torch's fused SGD takes no mixture of new and old momentum buffers."""
+        stepped = [held.parameter for held in self.flat.held if held.parameter.grad is not None]
+        fresh = [p for p in stepped if self.optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if self._options["fused"] and self._options.get("momentum") and 0 < len(fresh) < len(stepped):
+            later = [(parameter, parameter.grad) for parameter in fresh]
+            for parameter in fresh:
+                parameter.grad = None
+            self.optimizer.step()
+            for parameter in stepped:
+                parameter.grad = None
+            for parameter, grad in later:
+                parameter.grad = grad
+        self.optimizer.step()
 
-def _agree(comm: Communicator, contract: Contract, order: list[str], problem: UsageError | None) -> None:
+
+def _agree(comm: Communicator, kind: str, contract: Contract, order: list[str], problem: UsageError | None) -> None:
     shown = {"order": hashlib.sha256(repr(order).encode()).hexdigest(), "contract": contract.digest}
-    sides = comm.agree("parameter store", shown, problem)
+    sides = comm.agree(f"parameter store under {kind}", shown, problem)
     if any(side != sides[0] for side in sides):
         contracts = [Contract.from_json(items) for items in comm.agree("contract", contract.to_json())]
         told = first_difference(contracts) or f"the same ones in another order, here {', '.join(order[:4])}, ..."
