@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.fingerprint import balance
+from shardrun.comm.group import listed
 from shardrun.errors import CallMismatch, EmptyWindowError, StepRefused, by_all
 from shardrun.shard.flat_gradients import Pending
 
@@ -160,6 +161,11 @@ class Joining:
     paths: Sequence[str]
     pending: Pending
 
+    @property
+    def title(self) -> str:
+        """The session as messages to the whole world name it; groups may hold different ones under one name."""
+        return self.name if self.comm.parent is None else f"{self.name} of ranks {listed(self.comm.ranks)}"
+
 
 def agree_windows(world: Communicator, call: str, weight: object, parts: Sequence[Joining]) -> tuple[list[Window], int]:
     """The windows of `parts`, and how many sessions of all ranks have a gradient; see [Note: agreeing in groups].
@@ -184,13 +190,13 @@ def agree_windows(world: Communicator, call: str, weight: object, parts: Sequenc
     if failures:
         raise _refusal(call, _by_rank(world, "problems", "; ".join(dict.fromkeys(problems))))
     if "terms" in found.differing or any(rest):
-        told = "; ".join([joint, *(f"{p.name} of ranks {p.comm.ranks}: {p.state}; {p.request.terms()}" for p in parts)])
+        told = "; ".join([joint, *(f"{p.title}: {p.state}; {p.request.terms()}" for p in parts)])
         raise _refusal(call, f"the ranks ask for different steps: {_by_rank(world, 'sessions', told)}", ", ")
     windows, refused = [], []
     for part in parts:
         window, told = _group_window(part, own_weight, global_weight)
         windows.append(window)
-        refused += [f"{part.name}: {told}"] if told else []
+        refused += [f"{part.title}: {told}"] if told else []
     moving = sum(any(window.present.values()) for window in windows)
     failures, moving = world.compare("take_step", "windows", {}, [len(refused), moving]).sums
     if failures:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import shardrun as sr
 from tests.support.models import Scalars, Vectors, loss_sum, push, seeded, token_batch
 from tests.support.ranks import run_ranks
 from tests.support.reference import PlainTorch, joint_step, replicated_sum
-from tests.support.sessions import make_zero2, photograph, same_bits
+from tests.support.sessions import Photograph, make_zero2, photograph, same_bits, told
 
 _SGD = torch.optim.SGD
 _INF = math.inf
@@ -442,3 +444,235 @@ def test_a_session_that_nobody_has_a_gradient_for_is_untouched_while_the_others_
             assert ("parameter e" in experts, absent) == ((True, ()) if rank < 2 else (False, ("e",))), kind
             assert experts == [] or rank < 2
         assert found["steps"] == ([3, 3] if rank < 2 else [3, 1])
+
+
+# ---- refused by all -----------------------------------------------------------------------------------------------
+
+_Given = dict[str, Any]
+
+
+class _Setting:
+    """Dense on four ranks and experts, of other shapes, on two and two, after one step; gradients of a second pending.
+
+    `given` is what a rank asks for when nothing is wrong.
+    """
+
+    def __init__(self, comm: sr.Communicator) -> None:
+        self.rank = comm.rank
+        half = _subgroup(comm, [0, 1], [2, 3])
+        self.model = Vectors({"dense": (300,), "expert": (500 + comm.rank // 2 * 100,)}, value=1.0)
+        self.dense = make_zero2(comm, self.model, include=["dense"], name="dense", lr=0.1)
+        self.experts = make_zero2(half, self.model, include=["expert"], name="experts", lr=0.2)
+        self.sessions = [self.dense, self.experts]
+        self.push()
+        sr.take_step(**self.given())
+        self.push()
+
+    def given(self) -> _Given:
+        return {"sessions": self.sessions, "local_weight": 3, "max_grad_norm": 0.5}
+
+    def push(self) -> None:
+        for number, path in enumerate(("dense", "expert")):
+            parameter = self.model.get_parameter(path)
+            generator = torch.Generator().manual_seed(10 * self.rank + number)
+            push(self.model, {path: torch.randn(parameter.shape, generator=generator)})
+
+    def grad(self, path: str) -> Tensor:
+        grad = self.model.get_parameter(path).grad
+        assert grad is not None
+        return grad
+
+    def photographs(self) -> list[Photograph]:
+        return [photograph(session) for session in self.sessions]
+
+
+_Case = Callable[[_Setting, _Given], AbstractContextManager[None]]
+
+
+def _asks(*ranks: int, **changes: Any) -> _Case:
+    @contextmanager
+    def case(setting: _Setting, given: _Given) -> Iterator[None]:
+        given |= changes if setting.rank in ranks else {}
+        yield
+
+    return case
+
+
+def _brings(rank: int, choose: Callable[[_Setting], list[Any]]) -> _Case:
+    @contextmanager
+    def case(setting: _Setting, given: _Given) -> Iterator[None]:
+        if setting.rank == rank:
+            given["sessions"] = choose(setting)
+        yield
+
+    return case
+
+
+def _has(value: float, *ranks: int, path: str = "expert") -> _Case:
+    @contextmanager
+    def case(setting: _Setting, given: _Given) -> Iterator[None]:
+        grad = setting.grad(path)
+        before = grad.clone()
+        if setting.rank in ranks:
+            grad[7] = value
+        yield
+        grad.copy_(before)
+
+    return case
+
+
+def _lacks(*ranks: int, path: str = "expert") -> _Case:
+    @contextmanager
+    def case(setting: _Setting, given: _Given) -> Iterator[None]:
+        parameter = setting.model.get_parameter(path)
+        grad = parameter.grad
+        if setting.rank in ranks:
+            parameter.grad = None
+        yield
+        parameter.grad = grad
+
+    return case
+
+
+def _with(rank: int, target: Callable[[_Setting], Any], name: str, value: Any) -> _Case:
+    """An attribute, or an item, is another one on `rank`."""
+
+    @contextmanager
+    def case(setting: _Setting, given: _Given) -> Iterator[None]:
+        held = target(setting)
+        fields = held if isinstance(held, dict) else None
+        before = getattr(held, name) if fields is None else fields[name]
+        put = partial(setattr, held, name) if fields is None else partial(fields.__setitem__, name)
+        put(value if setting.rank == rank else before)
+        yield
+        put(before)
+
+    return case
+
+
+def _in_another_world() -> sr.SelectedZero2:
+    return make_zero2(sr.Communicator.single(), Scalars("w"), name="elsewhere")
+
+
+_EVERYBODY = (0, 1, 2, 3)
+_DIFFERENT = "refused before the update, the ranks ask for different steps: rank 0: "
+_CASES: dict[str, tuple[_Case, str, tuple[str, ...]]] = {
+    "NaN": (_has(math.nan, 3), "NonFiniteError", ("rank 3 has a non-finite gradient for expert",)),
+    "NaN in dense": (
+        _has(math.nan, 1, path="dense"),
+        "NonFiniteError",
+        ("rank 1 has a non-finite gradient for dense",),
+    ),
+    "overflow": (_has(3e38, 2, 3), "NonFiniteError", ("every local gradient is finite, their FP32 sum overflowed",)),
+    "gradient": (_lacks(2), "StepRefused", ("experts of ranks 2,3: rank 2 has no gradient for expert",)),
+    "gradients": (
+        _lacks(0, 3),
+        "StepRefused",
+        ("ranks 0,1: rank 0 has no gradient for expert", "ranks 2,3: rank 3 has no gradient for expert"),
+    ),
+    "gradients of a group": (_lacks(0, 1), "StepRefused", ("of ranks 0,1: no rank has a gradient for expert",)),
+    "dense gradient": (_lacks(3, path="dense"), "StepRefused", ("dense: rank 3 has no gradient for dense",)),
+    "rate": (_asks(3, lr={"experts": 0.5}), "StepRefused", (_DIFFERENT, f"lr {(0.5).hex()}", f"lr {(0.2).hex()}")),
+    "rate of dense": (_asks(1, lr={"dense": 0.5}), "StepRefused", (_DIFFERENT, f"lr {(0.5).hex()}")),
+    "option": (
+        _with(1, lambda s: s.experts.optimizer.param_groups[0], "weight_decay", 0.25),
+        "StepRefused",
+        (_DIFFERENT, "0.25"),
+    ),
+    "policy": (_asks(0, missing="zero"), "StepRefused", (_DIFFERENT, "missing zero", "missing error")),
+    "norm": (_asks(3, max_grad_norm=1.0), "StepRefused", (_DIFFERENT, f"max_grad_norm {(1.0).hex()}")),
+    "mode": (_asks(0, local_active={"experts": True}), "StepRefused", (_DIFFERENT, "mode sum", "mode mean")),
+    "step": (_with(1, lambda s: s.experts, "step_count", 8), "StepRefused", (_DIFFERENT, "step 9", "step 2")),
+    "name": (_with(2, lambda s: s.experts, "name", "others"), "StepRefused", (_DIFFERENT, "others of ranks 2,3: ")),
+    "experts": (_brings(2, lambda s: [s.dense]), "StepRefused", (_DIFFERENT, "rank 3: ")),
+    "dense": (_brings(3, lambda s: [s.experts]), "StepRefused", (_DIFFERENT, "rank 3: ")),
+    "empty": (_asks(*_EVERYBODY, local_weight=0), "EmptyWindowError", ("the global weight is 0",)),
+    "empty beside a sum": (
+        _asks(*_EVERYBODY, local_weight=0, local_active={"experts": True}),
+        "EmptyWindowError",
+        ("the global weight is 0",),
+    ),
+    "weight": (_asks(2, local_weight=-1), "StepRefused", ("rank 2: weight is -1; it must be 0 to ",)),
+    "no integer": (_asks(0, local_weight=1.0), "StepRefused", ("rank 0: weight is 1.0; it must be an int",)),
+    "no integer beside sums": (
+        _asks(*_EVERYBODY, local_weight=None, local_active={"dense": True, "experts": True}),
+        "StepRefused",
+        ("rank 0: weight is None; it must be an int",),
+    ),
+    "no rate": (_asks(2, lr={"experts": math.nan}), "StepRefused", ("rank 2: learning rate is nan; it must be ",)),
+    "no norm": (_asks(*_EVERYBODY, max_grad_norm=0), "StepRefused", ("rank 3: max_grad_norm is 0; it must be ",)),
+    "no flag": (
+        _asks(*_EVERYBODY, local_active={"experts": 1}),
+        "StepRefused",
+        ("rank 0: local_active is 1, not True or False",),
+    ),
+    "unknown rate": (
+        _asks(1, lr={"expert": 0.1}),
+        "StepRefused",
+        ("rank 1: lr names expert, which is none of the sessions dense, experts",),
+    ),
+    "unknown flag": (
+        _asks(0, local_active={"dens": True}),
+        "StepRefused",
+        ("rank 0: local_active names dens, which is none of the sessions",),
+    ),
+    "twice": (
+        _brings(3, lambda s: [s.experts, s.dense, s.experts]),
+        "StepRefused",
+        ("rank 3: sessions of one step have names of their own, found experts, dense, experts",),
+    ),
+    "another world": (
+        _brings(1, lambda s: [_in_another_world(), *s.sessions]),
+        "StepRefused",
+        ("rank 1: the sessions of one step are on one world or on subgroups of it, found sessions of different",),
+    ),
+    "frozen": (
+        _with(2, lambda s: s.model.get_parameter("expert"), "requires_grad", False),
+        "StepRefused",
+        ("rank 2: expert: was trainable at set-up and is frozen now",),
+    ),
+    "another call": (_asks(0, alone=True), "CallMismatch", ("rank 0 in step 2 of dense", "rank 3 in take_step")),
+}
+"""What is wrong -> how it comes to be, what every rank of the world raises, and words of its message."""
+
+
+def _refusals(comm: sr.Communicator) -> dict[str, Any]:
+    setting, untried = _Setting(comm), _Setting(comm)
+    raised, changed = {}, {}
+    for name, (case, _, _) in _CASES.items():
+        given = setting.given()
+        with case(setting, given):
+            before = setting.photographs()
+            try:
+                if given.pop("alone", False):
+                    setting.dense.step(local_weight=3, max_grad_norm=0.5)
+                else:
+                    sr.take_step(**given)
+                raised[name] = ("nothing", "")
+            except sr.errors.ShardrunError as error:
+                raised[name] = told(error)
+            changed[name] = [b.differences(a) for b, a in zip(before, setting.photographs(), strict=True)]
+    poisoned = comm.is_poisoned
+    norms = {sr.take_step(**one.given())["dense"].grad_norm for one in (setting, untried)}
+    pairs = zip(setting.photographs(), untried.photographs(), strict=True)
+    return {
+        "raised": raised,
+        "changed": changed,
+        "poisoned": poisoned,
+        "norms": norms,
+        "retried": [one.differences(other) for one, other in pairs],
+        "steps": [session.step_count for session in setting.sessions],
+    }
+
+
+def test_what_is_wrong_on_one_rank_is_refused_by_all_and_the_retry_equals_never_refused() -> None:
+    for rank, facts in enumerate(run_ranks(4, _refusals, comm_timeout_s=10)):
+        for name, (_, kind, words) in _CASES.items():
+            assert facts["raised"][name][0] == kind, (rank, name, facts["raised"][name])
+            for word in words:
+                assert word in facts["raised"][name][1], (rank, name)
+            assert facts["changed"][name] == [[], []], (rank, name)
+        assert not facts["poisoned"]
+        assert len(facts["norms"]) == 1
+        assert facts["retried"] == [[], []]
+        assert facts["steps"] == [2, 2]
