@@ -13,7 +13,6 @@ results are kept, parameter- and state-sized on this rank's slices, and the comm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,62 +21,13 @@ from torch import Tensor
 from shardrun.errors import UsageError
 from shardrun.optim.grouped import GroupedOptimizer
 from shardrun.optim.kinds import OptionGroup
+from shardrun.optim.pieces import CHUNK_NUMEL, Kept, Pass, Piece, Scratch, SliceTensors, cut, packed
 from shardrun.optim.state import StateSpec, from_record, to_record
 from shardrun.optim.stepper import Shapes
 from shardrun.optim.table import Elementwise
-from shardrun.shard.layout import ALIGN, Fragment, align
+from shardrun.shard.layout import ALIGN, align
 
-CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements that are proposed at once: what the cache holds on a CPU, enough to fill a GPU."""
-
-
-@dataclass(frozen=True)
-class SliceTensors:
-    """What the optimizer needs of one bucket: this rank's slice (n,) of everything, and what stands in it."""
-
-    option_group: int
-    leaf: Tensor
-    """(n,) what is stepped: the FP32 master, or the live parameter slice itself."""
-    grad: Tensor
-    """(n,) the reduced gradient in the leaf's dtype."""
-    proposed: Tensor | None
-    """(n,) in the parameter's dtype: where the proposal goes; None in a world of one, which proposes nothing."""
-    fragments: tuple[Fragment, ...]
-
-
-@dataclass
-class _Kept:
-    """What an update left, for the commit to take over without running it again."""
-
-    leaf: Tensor
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _Piece:
-    """At most a chunk of one fragment; a leaf of its own for torch.optim."""
-
-    path: str
-    leaf: Tensor
-    grad: Tensor
-    proposed: Tensor | None
-    spec: StateSpec
-    elements: dict[str, Tensor]
-    """Flat views for state of the leaf's size; before a first update made any, that memory is dead."""
-    kept: _Kept | None = None
-
-
-@dataclass
-class _Pass:
-    """Pieces that are proposed together, with scratch leaves of the same sizes, and the copies that load them."""
-
-    group: int
-    pieces: list[_Piece]
-    leaves: list[Tensor]
-    states: list[dict[str, Tensor]]
-    optimizer: torch.optim.Optimizer
-    source: list[Tensor]
-    target: list[Tensor]
+__all__ = ["SliceOptimizer", "SliceTensors"]
 
 
 class SliceOptimizer(GroupedOptimizer):
@@ -102,7 +52,7 @@ class SliceOptimizer(GroupedOptimizer):
         self._alone = all(tensors.proposed is None for tensors in slices)
         # The code of a user must not raise in a commit, so it never runs there.
         self._keeps_all = kind.declared is not None
-        self._pieces: list[list[_Piece]] = [[] for _ in self.options]
+        self._pieces: list[list[Piece]] = [[] for _ in self.options]
         self._specs: dict[tuple[int, torch.dtype], StateSpec] = {}
         self.state_nbytes = 0
         for tensors in slices:
@@ -111,8 +61,8 @@ class SliceOptimizer(GroupedOptimizer):
         self._start([[piece.leaf for piece in pieces] for pieces in self._pieces])
         for piece in self._all_pieces:
             self._begin(piece)
-        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._passes: list[_Pass] | None = None
+        self._scratch = Scratch(self._chunk_numel)
+        self._passes: list[Pass] | None = None
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
@@ -125,22 +75,9 @@ class SliceOptimizer(GroupedOptimizer):
             spec = self._specs[group, tensors.leaf.dtype] = self.kind.spec(self.options[group], tensors.leaf)
         flat = {key: torch.zeros_like(tensors.leaf, dtype=dtype) for key, dtype in spec.elements.items()}
         self.state_nbytes += sum(tensor.nbytes for tensor in flat.values())
-        for fragment in tensors.fragments:
-            end = fragment.offset + fragment.stop - fragment.start
-            for low in range(fragment.offset, end, self._chunk_numel):
-                part = slice(low, min(low + self._chunk_numel, end))
-                self._pieces[group].append(
-                    _Piece(
-                        fragment.path,
-                        tensors.leaf[part],
-                        tensors.grad[part],
-                        None if tensors.proposed is None else tensors.proposed[part],
-                        spec,
-                        {key: tensor[part] for key, tensor in flat.items()},
-                    )
-                )
+        self._pieces[group] += cut(tensors, spec, flat, self._chunk_numel)
 
-    def _begin(self, piece: _Piece) -> None:
+    def _begin(self, piece: Piece) -> None:
         """The state that is there before the first update, in the flat slices; for the rest, none."""
         made = self.optimizer.state.get(piece.leaf, {})
         if self.kind.declared is None:
@@ -149,35 +86,29 @@ class SliceOptimizer(GroupedOptimizer):
             in_place = {key: view.copy_(made[key]) for key, view in piece.elements.items() if key in made}
             self.optimizer.state[piece.leaf] = {**made, **in_place}
 
-    def _plan(self) -> list[_Pass]:
+    def _plan(self) -> list[Pass]:
         """Pieces packed into passes of at most a chunk; made again whenever a first update gave state to a piece."""
-        passes = []
-        for group, pieces in enumerate(self._pieces):
-            batch: list[_Piece] = []
-            filled = 0
-            for piece in pieces:
-                numel = align(piece.leaf.numel())
-                if batch and filled + numel > self._chunk_numel:
-                    passes.append(self._pass(group, batch))
-                    batch, filled = [], 0
-                batch.append(piece)
-                filled += numel
-            if batch:
-                passes.append(self._pass(group, batch))
-        return passes
+        return [
+            self._pass(group, batch)
+            for group, pieces in enumerate(self._pieces)
+            for batch in packed(pieces, self._chunk_numel)
+        ]
 
-    def _pass(self, group: int, pieces: list[_Piece]) -> _Pass:
+    def _pass(self, group: int, pieces: list[Piece]) -> Pass:
         leaves: list[Tensor] = []
         source: list[Tensor] = []
         target: list[Tensor] = []
         states: list[dict[str, Tensor]] = []
         offset = 0
         for piece in pieces:
-            leaves.append(self._room("/leaf", offset, piece.leaf))
+            leaves.append(self._scratch.room("/leaf", offset, piece.leaf))
             live = {key: value for key, value in self.optimizer.state[piece.leaf].items() if isinstance(value, Tensor)}
             # Scalars are a few bytes; each scratch leaf has its own, copied with the rest.
             states.append(
-                {k: self._room(k, offset, v) if k in piece.elements else torch.empty_like(v) for k, v in live.items()}
+                {
+                    k: self._scratch.room(k, offset, v) if k in piece.elements else torch.empty_like(v)
+                    for k, v in live.items()
+                }
             )
             source += [piece.leaf, *live.values()]
             target += [leaves[-1], *states[-1].values()]
@@ -187,15 +118,7 @@ class SliceOptimizer(GroupedOptimizer):
         optimizer = self._make(groups)
         for leaf, state in zip(leaves, states, strict=True):
             optimizer.state[leaf] = dict(state)
-        return _Pass(group, pieces, leaves, states, optimizer, source, target)
-
-    def _room(self, key: str, offset: int, like: Tensor) -> Tensor:
-        """Scratch (like.numel(),) at `offset` of the one chunk that all passes share."""
-        chunk = self._scratch.get((key, like.dtype))
-        if chunk is None:
-            chunk = torch.empty(self._chunk_numel, dtype=like.dtype, device=like.device)
-            self._scratch[key, like.dtype] = chunk
-        return chunk[offset : offset + like.numel()]
+        return Pass(group, pieces, leaves, states, optimizer, source, target)
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
@@ -218,25 +141,25 @@ class SliceOptimizer(GroupedOptimizer):
             fresh = [present[piece.path] and self._is_fresh(piece) for piece in one.pieces]
             stepped = [present[piece.path] for piece in one.pieces]
             # Fused SGD takes no mixture of leaves with and without a momentum buffer.
-            _run(one, [taken and not new for taken, new in zip(stepped, fresh, strict=True)])
-            _run(one, fresh)
+            one.run([taken and not new for taken, new in zip(stepped, fresh, strict=True)])
+            one.run(fresh)
             self._keep(one, stepped if self._keeps_all else fresh)
             if not self._alone:
                 proposed = [piece.proposed for piece in one.pieces if piece.proposed is not None]
                 torch._foreach_copy_(proposed, one.leaves)
 
-    def _is_fresh(self, piece: _Piece) -> bool:
+    def _is_fresh(self, piece: Piece) -> bool:
         """Whether torch has yet to make the state of the piece in its first update."""
         return not piece.spec.eager and not self.optimizer.state[piece.leaf]
 
-    def _restore_states(self, one: _Pass) -> None:
+    def _restore_states(self, one: Pass) -> None:
         """A user's code may have put other tensors into the scratch state; numbers are not copied with the tensors."""
         for piece, leaf, state in zip(one.pieces, one.leaves, one.states, strict=True):
             one.optimizer.state.pop(leaf, None)
             if live := self.optimizer.state[piece.leaf]:
                 one.optimizer.state[leaf] = {key: state.get(key, value) for key, value in live.items()}
 
-    def _keep(self, one: _Pass, wanted: Sequence[bool]) -> None:
+    def _keep(self, one: Pass, wanted: Sequence[bool]) -> None:
         """Keep what an update left, in memory that nobody reads before the commit."""
         for piece, leaf, taken in zip(one.pieces, one.leaves, wanted, strict=True):
             if not taken:
@@ -247,7 +170,7 @@ class SliceOptimizer(GroupedOptimizer):
                     f"{self.kind.name}: after this update of {piece.path} {misfit}, which is not what a vector had at "
                     "set-up; all state is made in the first update, and keeps its shape and dtype"
                 )
-            kept = piece.kept = piece.kept or _Kept(torch.empty_like(leaf))
+            kept = piece.kept = piece.kept or Kept(torch.empty_like(leaf))
             kept.leaf.copy_(leaf)
             for key, value in state.items():
                 if not isinstance(value, Tensor):
@@ -264,7 +187,7 @@ class SliceOptimizer(GroupedOptimizer):
 
         What was kept of the proposal is not computed again, because that would allocate: its results are taken over.
         """
-        stepped: list[_Piece] = []
+        stepped: list[Piece] = []
         for piece in self._all_pieces:
             if present[piece.path]:
                 if piece.kept is None:
@@ -282,7 +205,7 @@ class SliceOptimizer(GroupedOptimizer):
             piece.leaf.grad = None
         self._mark_stepped()
 
-    def _take_over(self, piece: _Piece, kept: _Kept) -> None:
+    def _take_over(self, piece: Piece, kept: Kept) -> None:
         live = self.optimizer.state[piece.leaf]
         piece.leaf.copy_(kept.leaf)
         if self._is_fresh(piece):
@@ -348,10 +271,3 @@ class SliceOptimizer(GroupedOptimizer):
             self.optimizer.state[piece.leaf] = state
             piece.kept = None
         self._passes = None
-
-
-def _run(one: _Pass, takes_part: Sequence[bool]) -> None:
-    for piece, leaf, taken in zip(one.pieces, one.leaves, takes_part, strict=True):
-        leaf.grad = piece.grad if taken else None
-    if any(takes_part):
-        one.optimizer.step()

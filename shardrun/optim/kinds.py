@@ -44,8 +44,8 @@ _NOT_CUT = {
     "adafactor": f"keeps row and column averages of whole matrices {_WHOLE} with {_DECLARE}",
 }
 _NOWHERE = {
-    "lbfgs": "evaluates the loss several times per update and takes dot products over all parameters, which a step "
-    f"that is proposed before it is committed cannot; use one of {', '.join(ELEMENTWISE)}",
+    "lbfgs": "needs a closure to evaluate the loss several times per update, and takes products over all parameters; "
+    f"a step that is proposed before it is committed cannot do that. Use one of {', '.join(ELEMENTWISE)}",
     "sparseadam": "needs sparse gradients, and the ranks reduce dense ones; use adam",
 }
 # Options that torch reads in the constructor alone: a param group of its own would have them without a word.
