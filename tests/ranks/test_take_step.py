@@ -387,6 +387,76 @@ def test_means_and_sums_step_together() -> None:
         assert facts["gone"]
 
 
+# ---- matrices with their owners, experts in slices ------------------------------------------------------------------
+
+_DENSE = {"up": (6, 4), "bias": (300,), "down": (5, 9), "scale": ()}
+_GROUPS: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 3: [(0, 1), (2,)]}
+
+
+class _Mixture(nn.Module):
+    """Dense float32 matrices and vectors, and a bf16 expert that differs between groups in shape and values."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7 + group)
+        self.expert = nn.Parameter(torch.randn(300 + 10 * group, generator=generator).bfloat16())
+        generator.manual_seed(6)
+        for name, shape in _DENSE.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+def _muon_and_experts(comm: sr.Communicator) -> list[dict[str, Any]]:
+    groups = _GROUPS[comm.world_size]
+    (number,) = [k for k, ranks in enumerate(groups) if comm.rank in ranks]
+    own = _subgroup(comm, *groups)
+    model = _Mixture(number)
+    dense = sr.SelectedZero1(
+        sr.SelectedDataParallel(comm, model, sr.select_parameters(model, exclude=["expert"])),
+        torch.optim.Muon,
+        lr=0.02,
+        rest_options={"lr": 0.01},
+        name="dense",
+    )
+    experts = make_zero2(own, model, include=["expert"], name="experts", lr=0.01)
+    windows = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + comm.rank)
+        push(model, {path: torch.randn(p.shape, generator=generator) for path, p in model.named_parameters()})
+        sent = {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+        result = sr.take_step([experts, dense], local_weight=1 + comm.rank, max_grad_norm=3.0)["dense"]
+        values = {path: p.detach().clone() for path, p in model.named_parameters()}
+        windows.append({"sent": sent, "norm": result.grad_norm, "weight": result.global_weight, "values": values})
+    return windows
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_owned_matrices_and_sliced_experts_step_as_plain_torch_does(world_size: int) -> None:
+    ranks = run_ranks(world_size, _muon_and_experts)
+    models = [_Mixture(number) for number in range(len(_GROUPS[world_size]))]
+    dense = {path: p for path, p in models[0].named_parameters() if path != "expert"}
+    twins = [
+        PlainTorch({path: p for path, p in dense.items() if p.dim() == 2}, torch.optim.Muon, lr=0.02),
+        PlainTorch({path: p for path, p in dense.items() if p.dim() != 2}, torch.optim.AdamW, lr=0.01, fused=True),
+    ]
+    experts = [{"expert": model.get_parameter("expert")} for model in models]
+    twins += [PlainTorch(own, torch.optim.AdamW, master_weights=True, lr=0.01, fused=True) for own in experts]
+    homes = [range(world_size), range(world_size), *_GROUPS[world_size]]
+    weights = [1 + rank for rank in range(world_size)]
+    for step in range(3):
+        sums = []
+        for twin, home in zip(twins, homes, strict=True):
+            sent = [{path: ranks[rank][step]["sent"][path] for path in twin.leaves} for rank in home]
+            sums.append(replicated_sum(sent, [weights[rank] for rank in home]))
+        norm = joint_step(twins, sums, [sum(weights)] * len(twins), max_grad_norm=3.0)
+        assert norm > 3.0, "clipping is active"
+        for twin, home in zip(twins, homes, strict=True):
+            for told_by_rank in (ranks[rank][step] for rank in home):
+                assert told_by_rank["norm"] == pytest.approx(norm, rel=1e-12)
+                assert told_by_rank["weight"] == sum(weights)
+                for path, parameter in twin.parameters.items():
+                    assert same_bits(told_by_rank["values"][path], parameter.detach()), (step, path)
+
+
 # ---- who is left alone --------------------------------------------------------------------------------------------
 
 
