@@ -214,6 +214,14 @@ def _agree(comm: Communicator, kind: str, contract: Contract, order: list[str], 
     shown = {"order": hashlib.sha256(repr(order).encode()).hexdigest(), "contract": contract.digest}
     sides = comm.agree(f"parameter store under {kind}", shown, problem)
     if any(side != sides[0] for side in sides):
-        contracts = [Contract.from_json(items) for items in comm.agree("contract", contract.to_json())]
-        told = first_difference(contracts) or f"the same ones in another order, here {', '.join(order[:4])}, ..."
+        held = comm.agree("contract", {"order": order, "contract": contract.to_json()})
+        told = first_difference([Contract.from_json(one["contract"]) for one in held])
+        told = told or _first_move([one["order"] for one in held])
         raise by_all(ContractError(f"the ranks hold different parameters: {told}"))
+
+
+def _first_move(orders: Sequence[Sequence[str]]) -> str:
+    """The first place at which the same paths stand in different orders."""
+    place = next(k for k, paths in enumerate(zip(*orders, strict=True)) if len(set(paths)) > 1)
+    sides = "; ".join(f"rank {rank} has {order[place]}" for rank, order in enumerate(orders))
+    return f"the same ones, defined in different orders: as number {place + 1} {sides}"
