@@ -130,7 +130,10 @@ class _Replica(WholeGradients):
         parameters = store.parameters
         problem: UsageError | None = None
         try:
-            check_options(elementwise(kind), options, (), parameters)
+            # Here foreach is the caller's choice: the optimizer is torch's own, over whole parameters.
+            check_options(elementwise(kind), {**options, "foreach": None}, (), parameters)
+            if options["foreach"] and options["fused"]:
+                raise UsageError(f"{kind}: foreach and fused are both set, and torch takes one of them")
             for parameter in parameters.values() if options["fused"] else ():
                 resolve_fused(True, options, parameter.device, elementwise(kind), [parameter.dtype])
         except UsageError as error:

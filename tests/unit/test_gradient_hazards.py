@@ -56,3 +56,12 @@ def test_a_fused_kernel_that_skips_16_bit_leaves_is_refused_in_the_free_function
         sr.step_sgd(sr.ParamStore(model), sr.SGDConfig(lr=0.1, fused=True), comm)
     sr.step_sgd(sr.ParamStore(model), sr.SGDConfig(lr=0.1), comm)
     assert model.get_parameter("a").float().mean().item() == pytest.approx(-0.19, abs=0.002)
+
+
+def test_foreach_is_the_callers_choice_in_the_free_functions_but_not_beside_fused() -> None:
+    model, comm = Vectors({"a": (3,)}), sr.Communicator.single()
+    push(model, {"a": torch.ones(3)})
+    with pytest.raises(sr.errors.UsageError, match="foreach and fused are both set"):
+        sr.step_adamw(sr.ParamStore(model), sr.AdamWConfig(lr=0.1, foreach=True, fused=True), comm)
+    sr.step_adamw(sr.ParamStore(model), sr.AdamWConfig(lr=0.1, foreach=True, weight_decay=0.0), comm)
+    assert model.get_parameter("a").tolist() == pytest.approx([-0.1] * 3)
