@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,13 +68,16 @@ class Contract:
         return hashlib.sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
 
 
-def first_difference(contracts: list[Contract]) -> str | None:
-    """The first path at which the ranks' contracts differ and what each side holds, or None."""
+def first_difference(contracts: list[Contract], named: Callable[[int], str]) -> str | None:
+    """The first path at which the ranks' contracts differ and what each side holds, or None.
+
+    `named` has the name of a rank by its number in the group.
+    """
     by_path = [{spec.path: _describe(contract, spec) for spec in contract.specs} for contract in contracts]
     for path in sorted(set().union(*by_path)):
         sides = [held.get(path, "not selected or not there") for held in by_path]
         if len(set(sides)) > 1:
-            return f"{path}: " + "; ".join(f"rank {rank} has {side}" for rank, side in enumerate(sides))
+            return f"{path}: " + "; ".join(f"{named(rank)} has {side}" for rank, side in enumerate(sides))
     return None
 
 

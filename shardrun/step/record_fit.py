@@ -38,21 +38,24 @@ def judge(
     return found, {"step_count": steps, "scalars": scalars, "keys": keys}
 
 
-def joint_misfits(shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ranks hold differently though it is one and the same: the step count, one parameter's scalars and keys."""
+def joint_misfits(shared: Sequence[Mapping[str, Any]], named: Callable[[int], str]) -> list[str]:
+    """What ranks hold differently though it is one and the same: the step count, one parameter's scalars and keys.
+
+    `named` has the name of a rank by its number in the group.
+    """
     found = []
     steps = [held["step_count"] for held in shared]
     if len(set(steps)) > 1:
-        found.append("step counts differ: " + ", ".join(f"rank {rank} at step {n}" for rank, n in enumerate(steps)))
+        found.append("step counts differ: " + ", ".join(f"{named(rank)} at step {n}" for rank, n in enumerate(steps)))
     for name in sorted(set().union(*(held["scalars"] for held in shared))):
         sides = {rank: held["scalars"][name] for rank, held in enumerate(shared) if name in held["scalars"]}
         if len(set(sides.values())) > 1:
-            told = ", ".join(f"rank {rank} {float.fromhex(value)}" for rank, value in sides.items())
+            told = ", ".join(f"{named(rank)} {float.fromhex(value)}" for rank, value in sides.items())
             found.append(f"{name} differs between its holders: {told}")
     for path in sorted(set().union(*(held["keys"] for held in shared))):
         keys = {rank: held["keys"][path] for rank, held in enumerate(shared) if path in held["keys"]}
         if len({tuple(own) for own in keys.values()}) > 1:
-            told = ", ".join(f"rank {rank} {' '.join(own) or 'none'}" for rank, own in keys.items())
+            told = ", ".join(f"{named(rank)} {' '.join(own) or 'none'}" for rank, own in keys.items())
             found.append(f"{path}: its holders have state of different kinds: {told}")
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -218,13 +218,13 @@ def _agree(comm: Communicator, kind: str, contract: Contract, order: list[str], 
     sides = comm.agree(f"parameter store under {kind}", shown, problem)
     if any(side != sides[0] for side in sides):
         held = comm.agree("contract", {"order": order, "contract": contract.to_json()})
-        told = first_difference([Contract.from_json(one["contract"]) for one in held])
-        told = told or _first_move([one["order"] for one in held])
+        told = first_difference([Contract.from_json(one["contract"]) for one in held], comm.named)
+        told = told or _first_move([one["order"] for one in held], comm.named)
         raise by_all(ContractError(f"the ranks hold different parameters: {told}"))
 
 
-def _first_move(orders: Sequence[Sequence[str]]) -> str:
+def _first_move(orders: Sequence[Sequence[str]], named: Callable[[int], str]) -> str:
     """The first place at which the same paths stand in different orders."""
     place = next(k for k, paths in enumerate(zip(*orders, strict=True)) if len(set(paths)) > 1)
-    sides = "; ".join(f"rank {rank} has {order[place]}" for rank, order in enumerate(orders))
+    sides = "; ".join(f"{named(rank)} has {order[place]}" for rank, order in enumerate(orders))
     return f"the same ones, defined in different orders: as number {place + 1} {sides}"

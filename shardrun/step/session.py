@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,9 +61,10 @@ class Session:
         found = self.comm.compare("session", "set-up", {"contract": self.contract.digest, "buffers": repr(forms)})
         if "contract" in found.differing:
             contracts = [Contract.from_json(items) for items in self.comm.agree("contract", self.contract.to_json())]
-            raise by_all(ContractError(f"the ranks select different parameters: {first_difference(contracts)}"))
+            told = first_difference(contracts, self.comm.named)
+            raise by_all(ContractError(f"the ranks select different parameters: {told}"))
         if "buffers" in found.differing:
-            raise by_all(ContractError(_first_buffer(self.comm.agree("buffers", forms))))
+            raise by_all(ContractError(_first_buffer(self.comm.agree("buffers", forms), self.comm.named)))
 
     def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
         """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
@@ -91,11 +92,11 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {path: buffer for path, buffer in named if first.setdefault(id(buffer), path) == path}
 
 
-def _first_buffer(forms: Sequence[dict[str, str]]) -> str:
+def _first_buffer(forms: Sequence[dict[str, str]], named: Callable[[int], str]) -> str:
     for path in sorted(set().union(*forms)):
         sides = [held.get(path, "no such buffer") for held in forms]
         if len(set(sides)) > 1:
-            told = "; ".join(f"rank {rank} has {side}" for rank, side in enumerate(sides))
+            told = "; ".join(f"{named(rank)} has {side}" for rank, side in enumerate(sides))
             return f"the ranks hold different buffers and they are to be broadcast: {path}: {told}"
     raise AssertionError("no difference between buffers")
 

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shardrun.step.record_fit import Expected, joint_misfits, judge
 from shardrun.step.slices import make_slice
 
 BUCKET_BYTES = 16 << 20
+_Kinds = TypeVar("_Kinds")
 
 
 class ShardedOptimizer(ABC):
@@ -177,7 +178,8 @@ class ShardedOptimizer(ABC):
         )
         told = f"record of {self.name} does not fit: "
         error = ContractError(told + "; ".join(found)) if found else None
-        if joint := joint_misfits(self.comm.agree(f"load_record of {self.name}", shared, error)):
+        held = self.comm.agree(f"load_record of {self.name}", shared, error)
+        if joint := joint_misfits(held, self.comm.named):
             raise by_all(ContractError(told + "; ".join(joint)))
         self.stepper.load_state_tensors(record.tensors)
         self._masters.load(record.tensors)
@@ -215,6 +217,19 @@ def entries_of(session: SelectedDataParallel, group: Callable[[str], int]) -> li
     return [Entry(path, specs[path].numel, specs[path].dtype, group(path)) for path in session.order]
 
 
+def agree_kinds(session: SelectedDataParallel, name: str, find: Callable[[], _Kinds]) -> _Kinds:
+    """What `find` makes of this rank's optimizers; its UsageError on any rank is raised by all. Collective."""
+    kinds: _Kinds | None = None
+    problem: UsageError | None = None
+    try:
+        kinds = find()
+    except UsageError as error:
+        problem = error
+    session.comm.agree(f"optimizer of {name}", error=problem)
+    assert kinds is not None
+    return kinds
+
+
 def agree_layout(session: SelectedDataParallel, name: str, asked: str, plan: Callable[[], FlatLayout]) -> FlatLayout:
     """The layout that the group's root plans; collective. `asked` has all options: a difference is refused by all.
 
@@ -235,7 +250,9 @@ def agree_layout(session: SelectedDataParallel, name: str, asked: str, plan: Cal
         problem,
     )
     if len({answer["asked"] for answer in answers}) > 1:
-        raise by_all(UsageError(f"the ranks give {name} different optimizers or options; this rank: {asked}"))
+        texts = session.comm.texts(f"options of {name}", asked)
+        told = "; ".join(f"{session.comm.named(rank)}: {text}" for rank, text in enumerate(texts))
+        raise by_all(UsageError(f"the ranks give {name} different optimizers or options: {told}"))
     return FlatLayout.from_json(answers[0]["layout"])
 
 

@@ -35,7 +35,7 @@ def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callab
         if comm.world_size > 1 or comm.phase == "commit":
             # The others wait for this rank: closing the connections frees them.
             told = f"{type(error).__name__}: {error}"
-            comm.poison(f"rank {comm.rank} failed in phase {comm.phase} of {what}: {told}")
+            comm.poison(f"{comm.named(comm.rank)} failed in phase {comm.phase} of {what}: {told}")
         dropped = PHASES.index(comm.phase) >= PHASES.index("gather") and drop_gradients()
         if not isinstance(error, Exception):
             raise

@@ -746,3 +746,61 @@ def test_what_is_wrong_on_one_rank_is_refused_by_all_and_the_retry_equals_never_
         assert len(facts["norms"]) == 1
         assert facts["retried"] == [[], []]
         assert facts["steps"] == [2, 2]
+
+
+# ---- a session of a subgroup, by itself ---------------------------------------------------------------------------
+
+
+def _wrong_in_a_subgroup(comm: sr.Communicator) -> dict[str, tuple[str, str]]:
+    """What ranks 1 and 2 raise when something is wrong on rank 2."""
+    group = _subgroup(comm, [0], [1, 2])
+    if comm.rank == 0:
+        return {}
+    last = comm.rank == 2
+    raised = {}
+
+    def tried(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+            raised[name] = ("nothing", "")
+        except sr.errors.ShardrunError as error:
+            raised[name] = told(error)
+
+    tried("contract", lambda: make_zero2(group, Vectors({"w": (4,) if last else (5,)})))
+    buffered = Scalars("w")
+    buffered.register_buffer("seen", torch.zeros(2 if last else 3))
+    tried("buffers", lambda: sr.DataParallel(group, buffered, broadcast_buffers=True))
+    stores = Vectors(dict.fromkeys(("b", "a") if last else ("a", "b"), (3,)))
+    push(stores, {"a": torch.ones(3), "b": torch.ones(3)})
+    tried("order", lambda: sr.step_sgd(sr.ParamStore(stores), sr.SGDConfig(lr=1.0), group))
+    model = Vectors({"w": (5,)})
+    zero2 = make_zero2(group, model, lr=0.1)
+    record = zero2.to_record()
+    record.meta["step_count"] = comm.rank
+    tried("record", lambda: zero2.load_record(record))
+    push(model, {"w": torch.full((5,), math.nan if last else 1.0)})
+    tried("step", lambda: zero2.step(local_weight=1))
+
+    def fault(phase: str, collective: int) -> None:
+        if phase == "collect":
+            raise ZeroDivisionError("a fault in user code")
+
+    comm.observer = fault if last else None
+    tried("fault", lambda: zero2.step(local_weight=1))
+    comm.observer = None
+    tried("closed", comm.vote)
+    return raised
+
+
+def test_a_session_of_a_subgroup_calls_ranks_by_their_numbers_in_the_world() -> None:
+    _, first, last = run_ranks(3, _wrong_in_a_subgroup, comm_timeout_s=10)
+    who = "rank 2 (rank 1 of the subgroup 1,2)"
+    for raised in (first, last):
+        assert f"{who} has shape (4,)" in raised["contract"][1]
+        assert f"{who} has torch.float32 (2,)" in raised["buffers"][1]
+        assert f"{who} has b" in raised["order"][1]
+        assert f"{who} at step 2" in raised["record"][1]
+        assert "rank 2 has a non-finite gradient for w" in raised["step"][1]
+        assert raised["fault"][0] == "StepFailed"
+    assert f"first failure: {who} failed in phase collect of step 1: ZeroDivisionError" in last["closed"][1]
+    assert "first failure: collective" in first["closed"][1]
