@@ -11,6 +11,7 @@ from typing import Any
 
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.errors import CheckpointError
+from shardrun.records.fit import holds_whole
 from shardrun.records.header import Entry, Header, read_exactly, read_header_of
 from shardrun.shard.contract import Contract
 
@@ -30,7 +31,10 @@ class Piece:
 
 @dataclass
 class Whole:
-    """A state tensor "<path>/<key>" of a whole parameter; `shape` is the parameter's, or () for a scalar."""
+    """A state tensor "<path>/<key>" of a whole parameter.
+
+    `shape` is the parameter's, () for a scalar, or its own where a rank holds whole parameters.
+    """
 
     name: str
     dtype: str
@@ -71,15 +75,19 @@ def open_header(checkpoint: Path, relative: str) -> Header:
 
 def assemble(manifest: Mapping[str, Any], group: str, headers: Mapping[str, Header]) -> list[Whole]:
     """All state tensors of a group, sorted by name, from the record files whose header could be read."""
-    shapes = {spec.path: spec.shape for spec in Contract.from_json(manifest["groups"][group]["contract"]).specs}
+    section = manifest["groups"][group]
+    shapes = {spec.path: spec.shape for spec in Contract.from_json(section["contract"]).specs}
+    owned = holds_whole(section)
     wholes: dict[str, Whole] = {}
     for entry in manifest["files"]:
         if entry["role"] != "record" or entry["group"] != group or entry["path"] not in headers:
             continue
         for name, tensor in headers[entry["path"]].tensors.items():
             path = name.rpartition("/")[0]
-            start, stop = entry["fragments"].get(path, (0, 0)) if tensor.shape else (0, 1)
-            shape = shapes.get(path, tensor.shape) if tensor.shape else ()
+            start, stop = entry["fragments"].get(path, (0, 0))
+            shape = shapes.get(path, tensor.shape)
+            if not tensor.shape or (owned and tensor.shape != (stop - start,)):
+                start, stop, shape = 0, prod(tensor.shape), tensor.shape
             whole = wholes.setdefault(name, Whole(name, tensor.dtype, shape))
             whole.pieces.append(Piece(start, stop, entry["rank"], entry["path"], tensor))
     for whole in wholes.values():

@@ -16,7 +16,7 @@ from shardrun.checkpoint.together import by_root, together
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import checkpoint_violations
-from shardrun.records.record import Zero2Record
+from shardrun.records.record import ShardRecord
 
 __all__ = ["Loaded", "load"]
 
@@ -33,7 +33,7 @@ class Loaded:
     path: Path
     manifest: dict[str, Any]
     model: dict[str, Tensor]
-    records: dict[str, Zero2Record]
+    records: dict[str, ShardRecord]
     rank_state: dict[str, Tensor]
     notes: tuple[str, ...] = ()
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.snapshot import GROUP_SECTIONS
 from shardrun.errors import CheckpointError
-from shardrun.records.fit import piece_violations
+from shardrun.records.fit import holds_whole, piece_violations
 from shardrun.records.header import Header, fill, read_header_of
 from shardrun.records.header_parser import DTYPE_NAMES
-from shardrun.records.record import Zero2Record, record_key
+from shardrun.records.record import ShardRecord, record_key, record_of
 from shardrun.records.tensors import as_bytes, fresh_tensor, host_bytes, scalar_tensor
 from shardrun.shard.contract import Contract
 
@@ -28,7 +28,7 @@ class RankFiles:
     """What a rank has read; `problems` names every file that is not what the manifest says."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
-    records: dict[str, Zero2Record] = field(default_factory=dict)
+    records: dict[str, ShardRecord] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -72,13 +72,13 @@ def _read_into(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], 
             raise CheckpointError(f"{where}: its tensors are not those that the manifest lists")
         found.model = tensors
     elif entry["role"] == "record":
-        misfits = piece_violations(entry["fragments"], header.tensors)
+        group = manifest["groups"][entry["group"]]
+        misfits = piece_violations(entry["fragments"], header.tensors, whole=holds_whole(group))
         if misfits:
             raise CheckpointError(f"{where}: {'; '.join(misfits[:5])}")
-        group = manifest["groups"][entry["group"]]
         sections = {key: group[key] for key in GROUP_SECTIONS if key in group}
         meta = {**entry["meta"], **sections, "group": entry["group"], "fragments": entry["fragments"]}
-        found.records[entry["group"]] = Zero2Record(meta, tensors)
+        found.records[entry["group"]] = record_of(meta, tensors)
     else:
         found.state = tensors
 
@@ -109,7 +109,7 @@ def read_verified(checkpoint: Path, entry: Mapping[str, Any]) -> tuple[Header, d
 # ---- scalars of parameters that are cut ------------------------------------------------------------------------------
 
 
-def shared_scalars(records: Mapping[str, Zero2Record]) -> dict[str, dict[str, list[str]]]:
+def shared_scalars(records: Mapping[str, ShardRecord]) -> dict[str, dict[str, list[str]]]:
     """{group: {name: [dtype, bytes as hex]}} of the scalars that this rank's file holds for other ranks too."""
     shared: dict[str, dict[str, list[str]]] = {}
     for group, record in records.items():
@@ -122,7 +122,7 @@ def shared_scalars(records: Mapping[str, Zero2Record]) -> dict[str, dict[str, li
     return shared
 
 
-def spread_scalars(records: Mapping[str, Zero2Record], shared: Iterable[Mapping[str, Mapping[str, list[str]]]]) -> None:
+def spread_scalars(records: Mapping[str, ShardRecord], shared: Iterable[Mapping[str, Mapping[str, list[str]]]]) -> None:
     """Give each record the scalars of the fragments that begin on another rank; `shared` comes from all ranks."""
     for groups in shared:
         for group, scalars in groups.items():

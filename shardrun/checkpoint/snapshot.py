@@ -11,10 +11,10 @@ from torch import Tensor
 from shardrun.checkpoint.manifest import canonical_json, is_plain_name
 from shardrun.checkpoint.store import MODEL_FILE, record_file, state_file
 from shardrun.errors import CheckpointError
-from shardrun.records.fit import piece_violations
+from shardrun.records.fit import holds_whole, piece_violations
 from shardrun.records.header import TensorBytes, planned_bytes
 from shardrun.records.header_parser import DTYPE_NAMES
-from shardrun.records.record import Zero2Record, record_key
+from shardrun.records.record import ShardRecord, record_key
 from shardrun.records.tensors import host_bytes, tensor_bytes
 from shardrun.shard.contract import Contract
 
@@ -38,7 +38,7 @@ class Snapshot:
     manifest: Mapping[str, Any]
     model: Mapping[str, Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    records: Mapping[str, Zero2Record] = field(default_factory=dict)
+    records: Mapping[str, ShardRecord] = field(default_factory=dict)
     rank_state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -95,11 +95,12 @@ def planned_files(snapshot: Snapshot, rank: int, world_size: int) -> list[Planne
     return files
 
 
-def _planned_record(snapshot: Snapshot, group: str, record: Zero2Record, rank: int) -> PlannedFile:
+def _planned_record(snapshot: Snapshot, group: str, record: ShardRecord, rank: int) -> PlannedFile:
     if not is_plain_name(group):
         raise CheckpointError(f"group {group!r} cannot be a folder name; use letters, digits and . _ -")
     fragments: dict[str, list[int]] = {path: list(held) for path, held in record.meta["fragments"].items()}
-    misfits = piece_violations(fragments, _shaped(record.tensors))
+    whole = holds_whole(record.meta)
+    misfits = piece_violations(fragments, _shaped(record.tensors), whole=whole)
     if misfits:
         raise CheckpointError(f"record of group {group} is not whole: " + "; ".join(misfits))
     kept = {
@@ -109,7 +110,7 @@ def _planned_record(snapshot: Snapshot, group: str, record: Zero2Record, rank: i
     }
     own = {key: value for key, value in record.meta.items() if key not in (*GROUP_SECTIONS, "group", "fragments")}
     entry = {"role": "record", "rank": rank, "group": group, "fragments": fragments, "meta": own}
-    path = record_file(group, record.meta["rank"], record.meta["world_size"])
+    path = record_file(group, record.meta["rank"], record.meta["world_size"], "zero1" if whole else "zero2")
     contract = Contract.from_json(record.meta["contract"])
     return _planned(snapshot, path, kept, {"contract": contract.digest}, entry)
 
@@ -126,7 +127,7 @@ def _planned(
     return PlannedFile(path, _shaped(tensors), told, entry)
 
 
-def split_state(record: Zero2Record) -> dict[str, dict[str, str]]:
+def split_state(record: ShardRecord) -> dict[str, dict[str, str]]:
     """What all holders of a cut parameter must hold alike: {path: {key: dtype, and value if it is a scalar}}."""
     whole = {spec.path: [0, spec.numel] for spec in Contract.from_json(record.meta["contract"]).specs}
     found: dict[str, dict[str, str]] = {

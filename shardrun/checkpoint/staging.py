@@ -20,7 +20,7 @@ from shardrun.checkpoint.together import by_root, together
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import make_folder, remove_tree, sync_folder, write_file
-from shardrun.records.fit import cover_violations
+from shardrun.records.fit import cover_violations, holds_whole
 from shardrun.records.header import write_safetensors
 
 NONCE = "nonce"
@@ -140,7 +140,8 @@ def _uncovered(plan: Plan, entries: list[dict[str, Any]]) -> list[str]:
     found = []
     for group, section in plan.sections["groups"].items():
         held = {e["rank"]: e["fragments"] for e in entries if e["role"] == "record" and e["group"] == group}
-        found += [f"group {group}: {line}" for line in cover_violations(section["contract"], held)]
+        lines = cover_violations(section["contract"], held, whole=holds_whole(section))
+        found += [f"group {group}: {line}" for line in lines]
     return found
 
 

@@ -29,9 +29,9 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def record_file(group: str, rank: int, world_size: int) -> str:
-    """Path, inside a checkpoint, of a rank's record of a group."""
-    return f"zero2/{group}/{_shard(rank, world_size)}"
+def record_file(group: str, rank: int, world_size: int, strategy: str = "zero2") -> str:
+    """Path, inside a checkpoint, of a rank's record of a group; `strategy` is zero2 or zero1."""
+    return f"{strategy}/{group}/{_shard(rank, world_size)}"
 
 
 def state_file(rank: int, world_size: int) -> str:

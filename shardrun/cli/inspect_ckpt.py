@@ -72,7 +72,10 @@ def _show_checkpoint(found: Mapping[str, Any]) -> None:
 
 def _show_group(name: str, group: Mapping[str, Any]) -> None:
     report.line()
-    report.line(f"group {name}: {_flat(group.get('optimizer', {}))}")
+    optimizer = group.get("optimizer", {})
+    if isinstance(optimizer, Mapping):
+        optimizer = {key: value for key, value in optimizer.items() if key != "owners"}  # told beside each tensor
+    report.line(f"group {name}: {_flat(optimizer)}")
     rows = [
         [
             one["path"],

@@ -2,104 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
-from shardrun.config.section import Betas, Broken, NotNegative, Patterns, Section
+from shardrun.config.elementwise import (
+    AdadeltaOptionGroup,
+    AdadeltaOptions,
+    AdagradOptionGroup,
+    AdagradOptions,
+    AdamaxOptions,
+    AdamOptionGroup,
+    AdamOptions,
+    AdamWOptions,
+    ASGDOptions,
+    Matched,
+    NAdamOptions,
+    OptionGroup,
+    RAdamOptions,
+    RMSpropOptionGroup,
+    RMSpropOptions,
+    RpropOptionGroup,
+    RpropOptions,
+    SGDOptions,
+)
+from shardrun.config.matrices import Factory, Muon
+from shardrun.config.section import NotNegative, Section
 
-_WHOLE_MATRICES = "updates whole matrices and cannot run under zero2, which cuts parameters anywhere"
-# Refused by name with the reason; the way out is the same for all.
+_Group = TypeVar("_Group", bound=Matched)
+
+_BRING = "bring it in the recipe, and in place of name write factory, kind: matrix and strategy: zero1"
+# Not built in: why, and the way out where there is one.
 REFUSED = {
-    "muon": f"muon {_WHOLE_MATRICES}",
-    "shampoo": f"shampoo {_WHOLE_MATRICES}",
-    "soap": f"soap {_WHOLE_MATRICES}",
-    "adafactor": "adafactor keeps row and column averages of whole matrices and cannot run under zero2",
-    "lbfgs": "lbfgs evaluates the loss several times per update and takes dot products over all parameters",
-    "sparseadam": "sparseadam needs sparse gradients, and zero2 reduces dense ones",
+    "shampoo": f"shampoo is not in torch.optim; {_BRING}",
+    "soap": f"soap is not in torch.optim; {_BRING}",
+    "adafactor": f"adafactor keeps row and column averages of whole matrices; {_BRING}",
+    "lbfgs": "lbfgs evaluates the loss several times per update and takes dot products over all parameters, which no "
+    "step can that ranks agree on beforehand; use adamw or another one",
+    "sparseadam": "sparseadam needs sparse gradients, and the ranks reduce dense ones; use adam",
 }
+FACTORY = "(factory)"
+"""Stands for the model of a recipe's own optimizer; no name, so that nobody can write it as one."""
 
 
-class OptionGroup(Section):
-    """Options of their own for some parameters. The first entry that matches a parameter wins."""
-
-    match: Annotated[Patterns, Field(min_length=1)]
-    """Globs over dotted parameter paths, or re:..."""
-    weight_decay: NotNegative | None = None
-    """In place of the optimizer's weight_decay."""
-    lr_scale: NotNegative = 1.0
-    """Multiplies the learning rate."""
-
-
-class AdamOptionGroup(OptionGroup):
-    """Options of their own for some parameters, under adam and adamw."""
-
-    betas: Betas | None = None
-    """In place of the optimizer's betas."""
-    eps: NotNegative | None = None
-    """In place of the optimizer's eps."""
-
-
-class _Optimizer(Section):
-    strategy: Literal["zero2"] = "zero2"
-    """zero2: optimizer state and reduced gradients are cut evenly over the ranks."""
+class _Sharded(Section, Generic[_Group]):
+    strategy: Literal["zero2", "zero1"] = "zero2"
+    """zero2: optimizer state and reduced gradients are cut evenly over the ranks; zero1: a parameter has one owner."""
     lr: NotNegative
     """Base learning rate; the schedule scales it."""
-    fused: bool | None = None
-    """torch's fused kernel; null: where torch has it."""
-
-
-class _Adam(_Optimizer):
-    betas: Betas = (0.9, 0.999)
-    """Decay of the running averages of the gradient and of its square."""
-    eps: NotNegative = 1e-8
-    """Added to the denominator."""
-    amsgrad: bool = False
-    """Divide by the largest second moment seen so far."""
-    options: Annotated[tuple[AdamOptionGroup, ...], Field(strict=False)] = ()
+    options: Annotated[tuple[_Group, ...], Field(strict=False)] = ()
     """Options of their own for some parameters; the first match wins."""
 
 
-class AdamW(_Adam):
+class AdamW(_Sharded[AdamOptionGroup], AdamWOptions):
     """torch.optim.AdamW."""
 
-    name: Literal["adamw"]
-    weight_decay: NotNegative = 0.01
-    """Decoupled weight decay."""
 
-
-class Adam(_Adam):
+class Adam(_Sharded[AdamOptionGroup], AdamOptions):
     """torch.optim.Adam."""
 
-    name: Literal["adam"]
-    weight_decay: NotNegative = 0.0
-    """L2 penalty, added to the gradient."""
 
-
-class SGD(_Optimizer):
+class SGD(_Sharded[OptionGroup], SGDOptions):
     """torch.optim.SGD."""
 
-    name: Literal["sgd"]
-    weight_decay: NotNegative = 0.0
-    """L2 penalty, added to the gradient."""
-    momentum: NotNegative = 0.0
-    """Share of the last update that is carried on."""
-    dampening: NotNegative = 0.0
-    """Takes this share off the gradient that enters the momentum."""
-    nesterov: bool = False
-    """Nesterov momentum."""
-    options: Annotated[tuple[OptionGroup, ...], Field(strict=False)] = ()
-    """Options of their own for some parameters; the first match wins."""
 
-    @classmethod
-    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
-        """Nesterov momentum as torch defines it."""
-        if given.get("nesterov") is True:
-            if given.get("momentum", 0) == 0:
-                yield Broken("nesterov", "needs a momentum above 0, and optimizer.momentum is 0")
-            if given.get("dampening", 0) != 0:
-                yield Broken("nesterov", f"needs no dampening, and optimizer.dampening is {given['dampening']}")
+class NAdam(_Sharded[AdamOptionGroup], NAdamOptions):
+    """torch.optim.NAdam."""
 
 
-Optimizer = Annotated[AdamW | Adam | SGD, Field(discriminator="name")]
+class RAdam(_Sharded[AdamOptionGroup], RAdamOptions):
+    """torch.optim.RAdam."""
+
+
+class Adamax(_Sharded[AdamOptionGroup], AdamaxOptions):
+    """torch.optim.Adamax."""
+
+
+class Adagrad(_Sharded[AdagradOptionGroup], AdagradOptions):
+    """torch.optim.Adagrad."""
+
+
+class Adadelta(_Sharded[AdadeltaOptionGroup], AdadeltaOptions):
+    """torch.optim.Adadelta."""
+
+
+class RMSprop(_Sharded[RMSpropOptionGroup], RMSpropOptions):
+    """torch.optim.RMSprop."""
+
+
+class Rprop(_Sharded[RpropOptionGroup], RpropOptions):
+    """torch.optim.Rprop."""
+
+
+class ASGD(_Sharded[OptionGroup], ASGDOptions):
+    """torch.optim.ASGD."""
+
+
+def chosen(given: Any) -> str | None:
+    """The name of the optimizer that a section is about, as it was written or as a model; FACTORY, or None for none."""
+    if isinstance(given, Mapping):
+        name = given.get("name")
+        return FACTORY if "factory" in given else name if isinstance(name, str) else None
+    return FACTORY if isinstance(given, Factory) else getattr(given, "name", None)
+
+
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")]
+    | Annotated[Adam, Tag("adam")]
+    | Annotated[SGD, Tag("sgd")]
+    | Annotated[NAdam, Tag("nadam")]
+    | Annotated[RAdam, Tag("radam")]
+    | Annotated[Adamax, Tag("adamax")]
+    | Annotated[Adagrad, Tag("adagrad")]
+    | Annotated[Adadelta, Tag("adadelta")]
+    | Annotated[RMSprop, Tag("rmsprop")]
+    | Annotated[Rprop, Tag("rprop")]
+    | Annotated[ASGD, Tag("asgd")]
+    | Annotated[Muon, Tag("muon")]
+    | Annotated[Factory, Tag(FACTORY)],
+    Discriminator(chosen),
+]
+
+OPTIMIZERS: dict[str, type[BaseModel]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": SGD,
+    "nadam": NAdam,
+    "radam": RAdam,
+    "adamax": Adamax,
+    "adagrad": Adagrad,
+    "adadelta": Adadelta,
+    "rmsprop": RMSprop,
+    "rprop": Rprop,
+    "asgd": ASGD,
+    "muon": Muon,
+}
+"""Name -> its model."""

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardrun.config.document import Document, KeyPath, Problem, dotted
-from shardrun.config.optimizers import REFUSED
+from shardrun.config.optimizers import OPTIMIZERS, REFUSED
+from shardrun.config.rest import RESTS
 from shardrun.config.section import RULE
-from shardrun.config.suggest import OPTIMIZERS, meant
+from shardrun.config.suggest import MODELS, meant
 
 GROUPS = "several groups come later; write one group, with select and optimizer at the top level"
 
@@ -28,6 +29,8 @@ _NEEDS = {
     "string_type": "needs text",
     "tuple_type": "needs a list",
 }
+# What a required key is for, where its name does not say it.
+_MISSING = {"optimizer.kind": "; write elementwise or matrix, which is what the author of the optimizer claims"}
 _BOUNDS = {
     "greater_than": "above",
     "greater_than_equal": "at least",
@@ -59,16 +62,24 @@ def shown(value: Any) -> str:
 
 def _explain(detail: ErrorDetails, document: Document) -> Iterator[Problem]:
     kind, found = detail["type"], detail["input"]
-    path: KeyPath = detail["loc"]
-    if path[:1] == ("optimizer",) and len(path) > 1 and path[1] in OPTIMIZERS:
-        path = ("optimizer", *path[2:])  # pydantic's location names the member of the union, the file does not
+    path = _as_written(detail["loc"])
     if kind == "extra_forbidden":
         text = GROUPS if path == ("groups",) else f"unknown key (found {shown(found)}); {meant(path, document.data)}"
         yield Problem(document.place(path, of_key=True), f"{dotted(path)}: {text}")
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
-        yield from _optimizer(path, found, document)
+        yield from _unnamed(path, found, document)
     else:
-        yield Problem(document.place(path), f"{dotted(path)}: {_sentence(detail)}")
+        hint = _MISSING.get(dotted(path), "") if kind == "missing" else ""
+        yield Problem(document.place(path), f"{dotted(path)}: {_sentence(detail)}{hint}")
+
+
+def _as_written(path: KeyPath) -> KeyPath:
+    """pydantic's location without the members of unions, which it names and the file does not."""
+    if path[:1] == ("optimizer",) and len(path) > 1 and path[1] in MODELS:
+        path = ("optimizer", *path[2:])
+    if path[:2] == ("optimizer", "rest") and len(path) > 2 and path[2] in RESTS:
+        path = ("optimizer", "rest", *path[3:])
+    return path
 
 
 def _sentence(detail: ErrorDetails) -> str:
@@ -113,19 +124,24 @@ def _conversion(kind: str, found: Any) -> str:
     return ""
 
 
-def _optimizer(path: KeyPath, found: Mapping[str, Any], document: Document) -> Iterator[Problem]:
-    """The optimizer's name is missing, unknown or refused. What else is wrong in the section is found all the same."""
+def _unnamed(path: KeyPath, found: Any, document: Document) -> Iterator[Problem]:
+    """An optimizer's name is missing, unknown or refused. What else is wrong in the section is found all the same."""
+    if not isinstance(found, Mapping):
+        yield Problem(document.place(path), f"{dotted(path)}: {_NEEDS['model_type']}, found {shown(found)}")
+        return
+    models = RESTS if path[-1] == "rest" else OPTIMIZERS
     name, key = found.get("name"), (*path, "name")
     if name is None:
-        text = f"required key is missing; one of {', '.join(OPTIMIZERS)}"
-    elif str(name).lower() in REFUSED:
-        text = f"{REFUSED[str(name).lower()]}; use one of {', '.join(OPTIMIZERS)}"
+        own = "" if models is RESTS else "; or factory, for one of the recipe"
+        text = f"required key is missing; one of {', '.join(models)}{own}"
+    elif models is OPTIMIZERS and str(name).lower() in REFUSED:
+        text = REFUSED[str(name).lower()]
     else:
-        text = _one_of(name, [*OPTIMIZERS])
+        text = _one_of(name, [*models])
     yield Problem(document.place(key), f"{dotted(key)}: {text}")
-    keys = {key for model in OPTIMIZERS.values() for key in model.model_fields}
+    keys = {key for model in models.values() for key in model.model_fields}
     try:
-        OPTIMIZERS["adamw"].model_validate({**found, "name": "adamw"})
+        models["adamw"].model_validate({**found, "name": "adamw"})
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             if detail["type"] != "extra_forbidden" or detail["loc"][0] not in keys:

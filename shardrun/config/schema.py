@@ -6,15 +6,14 @@ key is its description in the JSON schema that editors show.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from shardrun.config.optimizers import Optimizer
-from shardrun.config.section import Broken, Count, Fraction, Natural, Patterns, Section, rule_error
+from shardrun.config.section import Broken, Count, Fraction, Natural, Patterns, PlainOptions, Section
 
 SPANS = ("steps", "epochs", "tokens")
 
@@ -168,21 +167,13 @@ class Eval(Section):
     """Use only the first samples of the split."""
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise rule_error(f"{value} is not finite and cannot be handed to the workers")
-    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        _finite(item)
-    return value
-
-
 class Config(Section):
     """A training run of shardrun."""
 
     run: Run = Run()
     recipe: Annotated[str, Field(min_length=1)]
     """What is trained: a Python file (relative to this file) or an importable module."""
-    recipe_args: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default={})
+    recipe_args: PlainOptions = Field(default={})
     """Arguments of the recipe, checked against its own Args."""
     init_from: Annotated[Path, Field(strict=False)] | None = None
     """A plain .safetensors file with the parameters to start from (relative to this file)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, Self, get_args
@@ -34,7 +35,12 @@ class Section(BaseModel):
     """Base of every section. Frozen; a text is no number, 1.0 is no whole number, NaN and infinity are no numbers."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # most models of optimizers are never asked for
     )
 
     @classmethod
@@ -90,3 +96,15 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise rule_error(f"{value} is not finite and cannot be handed to the workers")
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _finite(item)
+    return value
+
+
+# Arguments of somebody else's function: whatever YAML can write.
+PlainOptions = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from shardrun.config.document import KeyPath
-from shardrun.config.optimizers import SGD, Adam, AdamOptionGroup, AdamW, OptionGroup
+from shardrun.config.matrices import Factory
+from shardrun.config.optimizers import FACTORY, OPTIMIZERS, chosen
+from shardrun.config.rest import RESTS
 from shardrun.config.schema import Config
 
-OPTIMIZERS: dict[str, type[BaseModel]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
+MODELS: dict[str, type[BaseModel]] = {**OPTIMIZERS, FACTORY: Factory}
+"""Every model of an optimizer section, by what `chosen` tells."""
 
 # What other tools call our keys.
 SYNONYMS = {
@@ -48,18 +51,15 @@ def meant(path: KeyPath, data: Any) -> str:
     name = str(path[-1]).lower().replace("-", "_")
     section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     optimizer = data.get("optimizer") if isinstance(data, Mapping) else None
-    chosen = optimizer.get("name") if isinstance(optimizer, Mapping) else None
-    if not isinstance(chosen, str):  # wrong itself, and told as that
-        chosen = None
-    known = list(_known(chosen))
-    if section == "optimizer" and (owners := [key for key, model in OPTIMIZERS.items() if name in model.model_fields]):
-        return f"{name} is a key of {' and '.join(owners)}, and optimizer.name is {chosen}"
+    if text := _of_another(name, section, optimizer):
+        return text
+    known = list(dict.fromkeys(_known(optimizer)))
     if name in known:
         outer, _, leaf = name.rpartition(".")
         return f"write {leaf} inside the section {outer}" if outer else f"{name} has its place at the top level"
     elsewhere = [key for key in known if _leaf(key) == name]
     if elsewhere:
-        return f"did you mean {_either(elsewhere)}? ({name} has its place there)"
+        return f"did you mean {_joined(elsewhere, 'or')}? ({name} has its place there)"
     near = _nearest(name, {_leaf(key): key for key in known if _section(key) == section}, cutoff=0.7)
     near = near or _nearest(name, {**{_leaf(key): key for key in known}, **SYNONYMS}, cutoff=0.75)
     if near:
@@ -68,16 +68,49 @@ def meant(path: KeyPath, data: Any) -> str:
     return f"known here: {', '.join(here)}"
 
 
-def _known(chosen: Any) -> Iterator[str]:
+def _of_another(name: str, section: str, optimizer: Any) -> str:
+    """The advice if the key belongs to other optimizers than the one that its section is about."""
+    models, at = (MODELS, optimizer) if section == "optimizer" else (RESTS, _rest(optimizer))
+    if section not in ("optimizer", "optimizer.rest") or not isinstance(at, Mapping):
+        return ""
+    about = chosen(at)
+    if about == FACTORY and name == "name":
+        return "factory stands in the place of name; keep one of them"
+    owners = [_told(key) for key, model in models.items() if name in model.model_fields]
+    if not owners:
+        return ""
+    if about == FACTORY:
+        return f"write {name} inside optimizer.factory_options if {at['factory']} takes it"
+    inside = any(name in model.model_fields for model in RESTS.values())
+    hint = "; inside optimizer.rest it is of what muon does not take" if about == "muon" and inside else ""
+    return f"{name} is a key of {_joined(owners, 'and')}, and {section}.name is {about}{hint}"
+
+
+def _told(model: str) -> str:
+    return "an optimizer of the recipe (factory)" if model == FACTORY else model
+
+
+def _rest(optimizer: Any) -> Any:
+    return optimizer.get("rest") if isinstance(optimizer, Mapping) else None
+
+
+def _known(optimizer: Any) -> Iterator[str]:
     """Every dotted key of the schema, with those of the chosen optimizer (of all if there is none)."""
     for name, field in Config.model_fields.items():
         yield name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from (f"{name}.{key}" for key in field.annotation.model_fields)
-    models = [OPTIMIZERS[chosen]] if chosen in OPTIMIZERS else [*OPTIMIZERS.values()]
-    yield from dict.fromkeys(f"optimizer.{key}" for model in models for key in model.model_fields)
-    option = OptionGroup if chosen == "sgd" else AdamOptionGroup
-    yield from (f"optimizer.options.{key}" for key in option.model_fields)
+    for model in _models(MODELS, optimizer):
+        yield from (f"optimizer.{key}" for key in model.model_fields)
+        (group, _) = get_args(model.model_fields["options"].annotation)
+        yield from (f"optimizer.options.{key}" for key in group.model_fields)
+        if "rest" in model.model_fields:
+            yield from (f"optimizer.rest.{key}" for m in _models(RESTS, _rest(optimizer)) for key in m.model_fields)
+
+
+def _models(models: Mapping[str, type[BaseModel]], section: Any) -> list[type[BaseModel]]:
+    about = chosen(section) if isinstance(section, Mapping) else None
+    return [models[about]] if about is not None and about in models else [*models.values()]
 
 
 def _section(key: str) -> str:
@@ -93,5 +126,5 @@ def _nearest(name: str, candidates: Mapping[str, str], *, cutoff: float) -> str:
     return candidates[found[0]] if found else ""
 
 
-def _either(keys: list[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} or {keys[-1]}"
+def _joined(words: list[str], conjunction: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

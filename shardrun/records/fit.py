@@ -198,21 +198,37 @@ def _limited(lines: Iterable[str], most: int = _MOST_LINES) -> list[str]:
 # ---- the pieces of a record against its own contract -----------------------------------------------------------------
 
 
-def piece_violations(fragments: Mapping[str, list[int]], tensors: Mapping[str, Shaped]) -> list[str]:
-    """Tensors of a record that are not what its fragments say: (stop - start,) per element, () per parameter."""
+def holds_whole(section: Mapping[str, Any]) -> bool:
+    """Whether a record's meta, or the section of a group, is of ZeRO-1: a holder has whole parameters."""
+    optimizer = section.get("optimizer")
+    return isinstance(optimizer, Mapping) and optimizer.get("strategy") == "zero1"
+
+
+def piece_violations(
+    fragments: Mapping[str, list[int]], tensors: Mapping[str, Shaped], *, whole: bool = False
+) -> list[str]:
+    """Tensors of a record that are not what its fragments say: (stop - start,) per element, () per parameter.
+
+    `whole`: state of a whole parameter, whose tensors have shapes of their own.
+    """
     found = []
     for name, tensor in tensors.items():
         path = name.rpartition("/")[0]
         held = fragments.get(path)
         if held is None:
             found.append(f"{name}: this rank holds no fragment of {path or 'that name'}")
-        elif tuple(tensor.shape) not in ((), (held[1] - held[0],)):
+        elif not whole and tuple(tensor.shape) not in ((), (held[1] - held[0],)):
             found.append(f"{name}: shape {list(tensor.shape)}; the fragment {held} has {held[1] - held[0]} elements")
     return found
 
 
-def cover_violations(contract: list[dict[str, Any]], held: Mapping[int, Mapping[str, list[int]]]) -> list[str]:
-    """Where the fragments of all ranks ({rank: {path: [start, stop]}}) are not the trainable parameters, each once."""
+def cover_violations(
+    contract: list[dict[str, Any]], held: Mapping[int, Mapping[str, list[int]]], *, whole: bool = False
+) -> list[str]:
+    """Where the fragments of all ranks ({rank: {path: [start, stop]}}) are not the trainable parameters, each once.
+
+    `whole`: each in one piece.
+    """
     wanted = {spec.path: prod(spec.shape) for spec in Contract.from_json(contract).distinct() if spec.trainable}
     pieces: dict[str, list[tuple[int, int, int]]] = {path: [] for path in wanted}
     found = []
@@ -229,8 +245,9 @@ def cover_violations(contract: list[dict[str, Any]], held: Mapping[int, Mapping[
                 break
             at = stop
         else:
-            if at == wanted[path]:
+            if at == wanted[path] and not (whole and len(parts) > 1):
                 continue
         told = ", ".join(f"rank {rank} [{start}, {stop})" for start, stop, rank in sorted(parts)) or "no rank"
-        found.append(f"{path}: its {wanted[path]} elements are not held exactly once: {told}")
+        how = "by one owner" if whole else "exactly once"
+        found.append(f"{path}: its {wanted[path]} elements are not held {how}: {told}")
     return found

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardrun.records.fit import holds_whole
+
 RECORD_VERSION = 1
 
 
@@ -33,6 +35,11 @@ class Zero2Record(ShardRecord):
 
 class Zero1Record(ShardRecord):
     """The record of a SelectedZero1: fragments are whole parameters, and state tensors keep their shapes."""
+
+
+def record_of(meta: dict[str, Any], tensors: dict[str, Tensor]) -> ShardRecord:
+    """The record of the strategy that `meta` is about."""
+    return (Zero1Record if holds_whole(meta) else Zero2Record)(meta, tensors)
 
 
 def record_key(name: str) -> tuple[str, str]:

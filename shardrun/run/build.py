@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.config import CommunicatorConfig
+from shardrun.config.matrices import Factory
 from shardrun.config.schema import Config
 from shardrun.data.loader import MicroBatchLoader
 from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
+from shardrun.run.optimizer import Placement, Sharded, shard_optimizer
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
 from shardrun.shard.selection import Selection, select_parameters
 from shardrun.step.agreement import MissingGradientPolicy
 from shardrun.step.data_parallel import SelectedDataParallel
-from shardrun.step.zero2 import SelectedZero2
 
 _VAL_MICRO_BATCHES = 8  # of each rank in a window of the validation
 
@@ -38,7 +37,8 @@ class Built:
     recipe: Recipe
     model: nn.Module
     selection: Selection
-    zero2: SelectedZero2
+    sharded: Sharded
+    """The optimizer over the selected trainable parameters, which steps them."""
     loader: MicroBatchLoader
     val_loader: MicroBatchLoader | None
     """Goes over the val split in order; None where no validation is asked for."""
@@ -78,11 +78,11 @@ def open_communicator(config: Config) -> Communicator:
     return Communicator.open(joined)
 
 
-def build(config: Config, comm: Communicator, order: Sequence[str] | None = None) -> Built:
+def build(config: Config, comm: Communicator, saved: Placement | None = None) -> Built:
     """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused.
 
-    `order` is that of the flat buffers in the checkpoint to go on from: a model that defines its parameters in another
-    order than the one that was saved is the same model.
+    `saved` is the placement of parameters in the checkpoint to go on from: a model that defines its parameters in
+    another order than the one that was saved is the same model.
     """
     recipe = load_recipe(config.recipe, config.recipe_args)
     world = World(comm.rank, comm.world_size)
@@ -104,7 +104,8 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
     checkpointed = models.checkpoint_activations(model, config.train.activation_checkpointing)
     if checkpointed:
         notes.append(f"activations of {checkpointed} modules are computed again in backward")
-    session = SelectedDataParallel(comm, model, selection, order)
+    session = SelectedDataParallel(comm, model, selection, None if saved is None else saved.order)
+    notes += _factory_notes(config)
     loader = _loader(config, recipe, comm)
     return Built(
         config=config,
@@ -113,7 +114,7 @@ def build(config: Config, comm: Communicator, order: Sequence[str] | None = None
         recipe=recipe,
         model=model,
         selection=selection,
-        zero2=_optimizer(config, session),
+        sharded=shard_optimizer(config, session, recipe, saved),
         loader=loader,
         val_loader=_val_loader(config, recipe, comm),
         schedule=_schedule(config, loader),
@@ -145,14 +146,12 @@ def _selection_notes(selection: Selection) -> list[str]:
     return notes
 
 
-def _optimizer(config: Config, session: SelectedDataParallel) -> SelectedZero2:
+def _factory_notes(config: Config) -> list[str]:
     asked = config.optimizer
-    options: dict[str, Any] = asked.model_dump(exclude={"name", "strategy", "options"})
-    groups = models.option_groups(
-        [(g.match, g.model_dump(exclude={"match", "lr_scale"}, exclude_none=True), g.lr_scale) for g in asked.options],
-        session.contract,
-    )
-    return SelectedZero2(session, asked.name, option_groups=groups, masters=config.precision.master_weights, **options)
+    if not isinstance(asked, Factory):
+        return []
+    told = f"optimizer: {asked.factory} of the recipe is declared {asked.kind}"
+    return [f"{told}; a few small tensors were stepped to check that, which finds the usual mistakes and is no proof"]
 
 
 def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:

@@ -38,23 +38,32 @@ def refusal(source: Path, changed: Iterable[str]) -> UsageError:
 
 
 def optimizer_misfits(
-    saved: Mapping[str, Any], now: Mapping[str, Any], keys: Callable[[Mapping[str, Any]], Collection[str]]
+    saved: Mapping[str, Any], now: Mapping[str, Any], keys: Callable[[str, Mapping[str, Any]], Collection[str]]
 ) -> list[str]:
     """What of a changed optimizer cannot be accepted: another state than the saved one, a line each.
 
-    Both sides are a record's meta["optimizer"]; `keys` gives the state tensors that exist under a group's options.
+    Both sides are a record's meta["optimizer"]; `keys` gives the state tensors that exist under an optimizer's name and
+    a group's options.
     """
     found = list(leaf_differences(_kind(saved), _kind(now), "optimizer"))
     if not found:
-        for number, (old, new) in enumerate(zip(saved["groups"], now["groups"], strict=True)):
-            if set(keys(old)) != set(keys(new)):
-                changed = ", ".join(leaf_differences(old, new, f"optimizer.groups.{number}"))
-                found.append(f"{changed} (the saved state has {_told(keys(old))}, this run needs {_told(keys(new))})")
+        for name, section in (("name", "groups"), ("rest", "rest_groups")):
+            for number, (old, new) in enumerate(zip(saved.get(section, ()), now.get(section, ()), strict=True)):
+                before, after = keys(saved[name], old), keys(now[name], new)
+                if set(before) != set(after):
+                    changed = ", ".join(leaf_differences(old, new, f"optimizer.{section}.{number}"))
+                    found.append(f"{changed} (the saved state has {_told(before)}, this run needs {_told(after)})")
     return [f"{line}; --accept-changes cannot turn one state into another, --fresh starts anew" for line in found]
 
 
 def _kind(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    return {**{key: optimizer[key] for key in ("name", "masters")}, "option groups": len(optimizer["groups"])}
+    return {
+        "strategy": optimizer.get("strategy", "zero2"),
+        "name": optimizer["name"],
+        "masters": optimizer["masters"],
+        "option groups": len(optimizer["groups"]),
+        **{key: optimizer[key] for key in ("rest", "owners") if key in optimizer},
+    }
 
 
 def _told(keys: Collection[str]) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardrun.data.order import Window, micro_batches, rank_share, sample_indice
 from shardrun.records.header import write_safetensors
 from shardrun.records.tensors import host_bytes, tensor_bytes
 from shardrun.run.build import Built
+from shardrun.run.optimizer import Sharded, shares
 from shardrun.run.progress import Progress
 
 _COMING_WINDOWS = 2
@@ -56,30 +57,60 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found | {f"buffers/{path}": buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
 
 
-def optimizer_leaves(built: Built) -> Iterator[tuple[str, int, Tensor, bool]]:
-    """(path, first element, leaf, whether the leaf is an FP32 master) for each leaf of the live torch.optim object."""
-    optimizer, flat = built.zero2.optimizer, built.zero2.flat
-    queues: list[Iterator[Tensor]] = [iter(group["params"]) for group in optimizer.param_groups]
-    for bucket in flat.buckets:
+@dataclass(frozen=True)
+class LiveLeaf:
+    """A leaf of the live torch.optim objects: the elements of parameter `path` from `start` on."""
+
+    path: str
+    start: int
+    tensor: Tensor
+    is_master: bool
+    """Whether it is an FP32 master."""
+    state: dict[str, Any]
+    """What its optimizer keeps for it, the live dict: tensors, and plain numbers."""
+
+    @property
+    def name(self) -> str:
+        """As a probe names it."""
+        return f"{self.path}@{self.start}"
+
+
+def live_leaves(sharded: Sharded) -> Iterator[LiveLeaf]:
+    """Each leaf that this rank steps, in the order of the flat buffers."""
+    groups = [(share.optimizer, group) for share in shares(sharded) for group in share.optimizer.param_groups]
+    queues: list[Iterator[Tensor]] = [iter(group["params"]) for _, group in groups]
+    for bucket in sharded.flat.buckets:
         own_storage = bucket.own.untyped_storage().data_ptr()
+        optimizer = groups[bucket.option_group][0]
         for fragment in bucket.fragments:
             at = fragment.start
             while at < fragment.stop:
                 leaf = next(queues[bucket.option_group])
-                yield fragment.path, at, leaf, leaf.untyped_storage().data_ptr() != own_storage
+                is_master = leaf.untyped_storage().data_ptr() != own_storage
+                yield LiveLeaf(fragment.path, at, leaf.data, is_master, optimizer.state[leaf])
                 at += leaf.numel()
             assert at == fragment.stop, f"{fragment.path}: its leaves end at {at}, the fragment at {fragment.stop}"
 
 
 def _optimizer_tensors(built: Built) -> dict[str, Tensor]:
     found = {}
-    for path, start, leaf, is_master in optimizer_leaves(built):
-        if is_master:
-            found[f"fp32 masters/{path}@{start}"] = leaf.data
-        for key, value in built.zero2.optimizer.state[leaf].items():
+    for leaf in live_leaves(built.sharded):
+        if leaf.is_master:
+            found[f"fp32 masters/{leaf.name}"] = leaf.tensor
+        for key, value in leaf.state.items():
             if isinstance(value, Tensor):
-                found[f"optimizer {key}/{path}@{start}"] = value
+                found[f"optimizer {key}/{leaf.name}"] = value
     return found
+
+
+def _optimizer_numbers(built: Built) -> dict[str, Any]:
+    """Plain numbers that a recipe's own optimizer keeps in its state, by name."""
+    return {
+        f"{leaf.name}/{key}": _exact(value)
+        for leaf in live_leaves(built.sharded)
+        for key, value in leaf.state.items()
+        if not isinstance(value, Tensor)
+    }
 
 
 def _random_streams(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -112,12 +143,15 @@ def _positions(built: Built, progress: Progress) -> dict[str, Any]:
     counters = progress.to_json()
     updates, position = counters.pop("updates"), counters.pop("position")
     rates = [built.config.optimizer.lr * built.schedule.factor(updates + ahead) for ahead in range(_COMING_WINDOWS)]
-    groups = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in built.zero2.optimizer.param_groups]
+    every = [group for share in shares(built.sharded) for group in share.optimizer.param_groups]
+    groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in every]
+    numbers = _optimizer_numbers(built)
     return {
-        "counters": {**counters, "optimizer_steps": built.zero2.step_count},
+        "counters": {**counters, "optimizer_steps": built.sharded.step_count},
         "schedule": {"position": updates, "next_lr": [_exact(rate) for rate in rates]},
         "data position": {"position": position, "next_windows": list(_coming(built, position))},
         "optimizer options": {str(number): group for number, group in enumerate(groups)},
+        **({"optimizer numbers": numbers} if numbers else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -60,6 +61,21 @@ class Recipe:
     def build_data(self, split: str) -> Any:
         """The data set of a split, "train" or "val"; its length and items are the loader's to check."""
         return self._build_data(self.args, split)
+
+    def factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
+        """What `optimizer.factory` names in the recipe; ConfigError if there is no such function or class."""
+        found = getattr(self.module, name, None)
+        if callable(found):
+            return cast(Callable[..., torch.optim.Optimizer], found)
+        if found is not None:
+            raise ConfigError(
+                f"optimizer.factory: {name} of {self.source} is {found!r}, expected a torch.optim.Optimizer class, or "
+                f"a function that makes one: {name}(param_groups, lr=..., **factory_options)"
+            )
+        callables = [key for key, value in vars(self.module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, callables, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; define it there, or import it there"
+        raise ConfigError(f"optimizer.factory: {self.source} has no {name}{hint}")
 
     def loss(self, model: nn.Module, batch: Any, world: World) -> tuple[torch.Tensor, int | torch.Tensor]:
         """The loss SUM over a micro-batch and its weight, checked as by `check_loss`."""

@@ -7,7 +7,8 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.exports import write_export
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
+from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
 
 _BUFFER = "buffer/"
@@ -48,13 +50,13 @@ def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Li
     _refuse_grown_buffers(built)
     model = named_tensors(built.model)
     aliases = tied_names(built.model)
-    zero2 = built.zero2
+    sharded = built.sharded
     snapshot = Snapshot(
         step=progress.step,
         manifest=_sections(built, progress, lineage),
         model={name: tensor for name, tensor in model.items() if name not in aliases},
         aliases=aliases,
-        records={zero2.name: zero2.to_record()},
+        records={sharded.name: sharded.to_record()},
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
     )
     saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
@@ -86,7 +88,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "attempt": lineage.attempt,
         "parent": None if lineage.parent is None else lineage.parent.name,
         "counters": progress.to_json(),
-        "topology": {"members": {built.zero2.name: list(range(built.comm.world_size))}},
+        "topology": {"members": {built.sharded.name: list(range(built.comm.world_size))}},
         "schedule": {**config.schedule.model_dump(mode="json"), "position": progress.updates},
         "data": {"identity": built.loader.identity, "samples": built.loader.samples, "position": progress.position},
         "recipe": {"source": Path(built.recipe.source).name, "sha256": built.recipe.sha256},
@@ -127,19 +129,18 @@ def _source(job: Mapping[str, Any]) -> Path:
     return Path(job["options"].get("resume_from") or job["run_dir"])
 
 
-def saved_order(comm: Communicator, job: Mapping[str, Any]) -> list[str] | None:
-    """The order of the flat buffers in the checkpoint that `resume` will take up; collective.
+def saved_placement(comm: Communicator, job: Mapping[str, Any]) -> Placement | None:
+    """How the checkpoint that `resume` will take up has placed the parameters; collective.
 
     None where there is none, or where it cannot be read: `resume` says why.
     """
-    order: list[str] | None = None
+    found: dict[str, Any] | None = None
     if comm.rank == 0:
-        with suppress(CheckpointError, OSError, LookupError, TypeError, StopIteration):
+        with suppress(CheckpointError, OSError, LookupError, TypeError, AttributeError, ValueError, StopIteration):
             manifest, _ = read_manifest(next(one.path for one in candidates(_source(job)) if one.complete))
-            spaces = manifest["groups"]["default"]["layout"]
-            order = [placed["path"] for space in spaces for placed in space["parameters"]]
-    found: list[str] | None = comm.agree("saved order", order)[0]
-    return found
+            found = asdict(Placement.of(manifest["groups"]["default"]))
+    shared = comm.agree("saved placement", found)[0]
+    return None if shared is None else Placement(**shared)
 
 
 def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
@@ -166,7 +167,7 @@ def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
 
 def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
     """Refuse what means something else than what was saved, or fit the record to what is accepted; collective."""
-    manifest, zero2 = loaded.manifest, built.zero2
+    manifest, sharded = loaded.manifest, built.sharded
     recipe: list[str] = []
 
     def changed() -> list[str]:
@@ -176,12 +177,12 @@ def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) ->
     lines = _of_any_rank(built, loaded, "changes", changed)
     if lines and not accepts:
         raise by_all(refusal(source, lines))
-    meta = zero2.record_meta()
+    meta = sharded.record_meta()
 
     def misfits() -> list[str]:
-        group, found = manifest["groups"][zero2.name], []
+        group, found = manifest["groups"][sharded.name], []
         if accepts:
-            found = optimizer_misfits(group["optimizer"], meta["optimizer"], zero2.kind.keys)
+            found = optimizer_misfits(group["optimizer"], meta["optimizer"], partial(state_keys, sharded))
             group = {**group, "optimizer": meta["optimizer"]}
         return found or group_violations(group, {key: meta[key] for key in ("optimizer", "layout")})
 
@@ -189,7 +190,7 @@ def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) ->
         raise by_all(CheckpointError(f"checkpoint {loaded.path} does not fit this run: " + "\n  ".join(lines)))
     if accepts:
         built.notes.extend(recipe)
-        loaded.records[zero2.name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
+        loaded.records[sharded.name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
 
 
 def _of_any_rank(built: Built, loaded: Loaded, tag: str, look: Callable[[], list[str]]) -> list[str]:
@@ -209,11 +210,11 @@ def _attempt(built: Built) -> str:
 
 def _expected(built: Built) -> dict[str, Any]:
     aliases = tied_names(built.model)
-    zero2 = built.zero2
+    sharded = built.sharded
     return {
         "topology": {"world_size": built.comm.world_size},
         # Of what the config says, changes are told as such once they are known: `_judge_changes`.
-        "groups": {zero2.name: {"contract": zero2.record_meta()["contract"]}},
+        "groups": {sharded.name: {"contract": sharded.record_meta()["contract"]}},
         "model": {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in named_tensors(built.model).items()
@@ -242,7 +243,7 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
-    built.zero2.load_record(loaded.records[built.zero2.name])
+    built.sharded.load_record(loaded.records[built.sharded.name])
     targets = named_tensors(built.model)
     for name, tensor in loaded.model.items():
         targets[name].copy_(tensor)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
-from shardrun.errors import UsageError
+from shardrun.errors import UsageError, by_all
 from shardrun.run.build import Built
-from shardrun.run.probe import optimizer_leaves
+from shardrun.run.probe import LiveLeaf, live_leaves
 from shardrun.run.progress import Progress
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,9 +27,10 @@ def scramble(built: Built, seed: int) -> None:
     seed_all(derive_seed(Purpose.MODEL, seed, built.comm.rank))
     generator = torch.Generator().manual_seed(derive_seed(Purpose.MODEL, seed, built.comm.rank, 1))
     tensors = [parameter.data for parameter in built.model.parameters()] + list(built.model.buffers())
-    for _, _, leaf, _ in optimizer_leaves(built):
-        state = built.zero2.optimizer.state[leaf].values()
-        tensors += [leaf.data, *(value for value in state if isinstance(value, Tensor))]
+    for leaf in live_leaves(built.sharded):
+        tensors += [leaf.tensor, *(value for value in leaf.state.values() if isinstance(value, Tensor))]
+        numbers = {key: value for key, value in leaf.state.items() if not isinstance(value, Tensor)}
+        leaf.state.update({key: type(value)(not value) for key, value in numbers.items()})
     for tensor in tensors:
         if tensor.dtype == torch.bool:
             tensor.logical_not_()
@@ -43,7 +45,7 @@ def scramble(built: Built, seed: int) -> None:
 
 
 def tamper(name: str, built: Built, progress: Progress) -> None:
-    """Change one element of one rank, or one unit that all ranks share, as a restore with a fault would. Local."""
+    """Change one element of one rank, or one unit that all ranks share, as a restore with a fault would. Collective."""
     TAMPERS[check_tamper(name)](built, progress)
 
 
@@ -68,30 +70,40 @@ def _buffer(built: Built, progress: Progress) -> None:
 
 
 def _master(built: Built, progress: Progress) -> None:
-    masters = [leaf for _, _, leaf, is_master in optimizer_leaves(built) if is_master]
-    if _holds_state_last(built):
-        if not masters:
-            raise _nothing("master", "fp32 parameters have none; set precision.parameters: bf16")
-        _flip(masters[0].data)
+    masters = [leaf.tensor for leaf in live_leaves(built.sharded) if leaf.is_master]
+    why = "fp32 parameters have none; set precision.parameters: bf16"
+    _on_last_holder("master", built, [partial(_flip, tensor) for tensor in masters], why)
 
 
 def _moment(built: Built, progress: Progress) -> None:
-    _flip_state("moment", built, lambda tensor: tensor.dim() > 0, _flip)
+    moments = [value for leaf in live_leaves(built.sharded) for value in _tensors(leaf) if value.dim() > 0]
+    _on_last_holder("moment", built, [partial(_flip, tensor) for tensor in moments], _keeps_none(built))
 
 
 def _step_count(built: Built, progress: Progress) -> None:
-    _flip_state("step-count", built, lambda tensor: tensor.dim() == 0, lambda tensor: tensor.add_(1))
+    changes: list[Callable[[], object]] = []
+    for leaf in live_leaves(built.sharded):
+        changes += [partial(tensor.add_, 1) for tensor in _tensors(leaf) if tensor.dim() == 0]
+        counts = [key for key, value in leaf.state.items() if type(value) is int]
+        changes += [partial(leaf.state.update, {key: leaf.state[key] + 1}) for key in counts]
+    _on_last_holder("step-count", built, changes, _keeps_none(built))
 
 
-def _flip_state(name: str, built: Built, wanted: Callable[[Tensor], bool], change: Callable[[Tensor], object]) -> None:
-    if not _holds_state_last(built):
-        return
-    for _, _, leaf, _ in optimizer_leaves(built):
-        for value in built.zero2.optimizer.state[leaf].values():
-            if isinstance(value, Tensor) and wanted(value):
-                change(value)
-                return
-    raise _nothing(name, f"{built.zero2.kind.name} with these options keeps none")
+def _tensors(leaf: LiveLeaf) -> list[Tensor]:
+    return [value for value in leaf.state.values() if isinstance(value, Tensor)]
+
+
+def _keeps_none(built: Built) -> str:
+    return f"{built.sharded.kind.name} with these options keeps none"
+
+
+def _on_last_holder(name: str, built: Built, changes: Sequence[Callable[[], object]], why: str) -> None:
+    """Make the first change on the last rank that has one: owners and tiny models leave ranks without. Collective."""
+    holders = [rank for rank, has_one in enumerate(built.comm.agree(f"tamper {name}", bool(changes))) if has_one]
+    if not holders:
+        raise by_all(_nothing(name, why))
+    if built.comm.rank == holders[-1]:
+        changes[0]()
 
 
 def _schedule(built: Built, progress: Progress) -> None:
@@ -131,12 +143,6 @@ TAMPERS: dict[str, Callable[[Built, Progress], None]] = {
 
 def _is_last(built: Built) -> bool:
     return built.comm.rank == built.comm.world_size - 1
-
-
-def _holds_state_last(built: Built) -> bool:
-    """Whether this is the last rank that holds a piece of any parameter; a tiny model leaves later ranks without."""
-    world = built.comm.world_size
-    return built.comm.rank == max(rank for rank in range(world) if built.zero2.layout.fragments(rank, world))
 
 
 def _flip(tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
 from shardrun.run.forward import Tally, loss_of, sum_over_ranks
 from shardrun.run.metrics import MetricsFile, plain
+from shardrun.run.optimizer import mean_step
 from shardrun.run.progress import Progress
 from shardrun.run.state import Lineage, save_checkpoint
 from shardrun.run.tether import Tether
@@ -122,14 +123,14 @@ class Trainer:
         lr = built.config.optimizer.lr * built.schedule.factor(progress.updates)
         grad_norm, skipped = None, None
         try:
-            result = built.zero2.step(
+            result = mean_step(built.sharded)(
                 local_weight=tally.weight,
                 lr=lr,
                 missing=built.missing,
                 max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm,
             )
             grad_norm = result.grad_norm
-            if len(result.absent) == len(built.zero2.trainable_parameters):
+            if len(result.absent) == len(built.sharded.trainable_parameters):
                 skipped = "no gradient"
                 progress.skipped_empty += 1
             else:
@@ -139,14 +140,14 @@ class Trainer:
         except EmptyWindowError:
             skipped = "empty"
             progress.skipped_empty += 1
-            built.zero2.discard_gradients()
+            built.sharded.discard_gradients()
         except NonFiniteError as error:
             self._skipped_in_a_row += 1
             if built.config.train.nonfinite == "stop" or self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
                 raise
             skipped = "nonfinite"
             progress.skipped_nonfinite += 1
-            built.zero2.discard_gradients()
+            built.sharded.discard_gradients()
             self._note(f"window {progress.step + 1} is skipped: {error}", once=False)
         else:
             self._skipped_in_a_row = 0

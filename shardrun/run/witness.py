@@ -18,7 +18,7 @@ PLAN = "plan.json"
 
 
 class Witness:
-    """Made by every rank of a leg of a verification; no method communicates.
+    """Made by every rank of a leg of a verification; only `after_restore` communicates.
 
     `asked` is the job's option `verify`: `folder` (where to write), `leg` (0: the straight one), `most` and `total`
     (for the plan, which the straight leg makes) or `plan` (as it was made), `scramble` (a seed), `tamper` (a name).

@@ -49,7 +49,7 @@ def probe(*words: str) -> tuple[int, float, bool]:
 def bad_config(folder: Path) -> Path:
     path = folder / "bad.yaml"
     path.write_text(
-        "recipe: gone.py\noptimizer: {name: muon, lr: x}\n"
+        "recipe: gone.py\noptimizer: {name: lbfgs, lr: x}\n"
         "train: {stepz: 1, steps: 0, micro_batch_size: 1, global_batch_size: 1}\nlog: {}\nlog: {}\n"
     )
     return path

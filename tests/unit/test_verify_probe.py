@@ -8,8 +8,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,12 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.load import load
 from shardrun.optim.kinds import OptionGroup
 from shardrun.run.build import Built, build
-from shardrun.run.probe import content_digest, optimizer_leaves, write_probe
+from shardrun.run.probe import content_digest, live_leaves, write_probe
 from shardrun.run.progress import Progress
 from shardrun.run.tamper import scramble
 from shardrun.shard.selection import select_parameters
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.zero1 import SelectedZero1
 from shardrun.step.zero2 import SelectedZero2
 from tests.support.verifying import verify_config
 
@@ -43,16 +43,31 @@ def test_leaves_cover_every_trainable_element_once_in_its_place(dtype: torch.dty
     session = SelectedDataParallel(Communicator.single(), model, select_parameters(model, ["*"], ["1.bias"]))
     groups = [OptionGroup(frozenset({"0.bias", "1.weight"}), {"weight_decay": 0.0})]
     zero2 = SelectedZero2(session, "adamw", option_groups=groups, chunk_numel=256)
-    pieces = list(optimizer_leaves(cast(Built, SimpleNamespace(zero2=zero2))))
-    assert len(pieces) == 8 + 1 + 1  # 2000 elements in pieces of 256
+    leaves = list(live_leaves(zero2))
+    assert len(leaves) == 8 + 1 + 1  # 2000 elements in pieces of 256
     seen: dict[str, int] = {}
-    for path, start, leaf, is_master in pieces:
-        assert start == seen.get(path, 0)
-        whole = model.get_parameter(path).detach().reshape(-1)
-        assert torch.equal(leaf.to(dtype), whole[start : start + leaf.numel()])
-        assert is_master == (dtype == torch.bfloat16)
-        seen[path] = start + leaf.numel()
+    for leaf in leaves:
+        assert leaf.start == seen.get(leaf.path, 0)
+        whole = model.get_parameter(leaf.path).detach().reshape(-1)
+        assert torch.equal(leaf.tensor.to(dtype), whole[leaf.start : leaf.start + leaf.tensor.numel()])
+        assert leaf.is_master == (dtype == torch.bfloat16)
+        assert leaf.state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        seen[leaf.path] = leaf.start + leaf.tensor.numel()
     assert seen == {path: model.get_parameter(path).numel() for path in ("0.weight", "0.bias", "1.weight")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaves_of_owned_parameters_are_those_of_both_optimizers(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
+    session = SelectedDataParallel(Communicator.single(), model, select_parameters(model))
+    groups = [OptionGroup(frozenset({"0.bias", "1.weight"}), {"weight_decay": 0.0})]
+    leaves = {leaf.path: leaf for leaf in live_leaves(SelectedZero1(session, "muon", option_groups=groups))}
+    assert leaves.keys() == dict(model.named_parameters()).keys()
+    for path, leaf in leaves.items():
+        whole = model.get_parameter(path).detach()
+        assert torch.equal(leaf.tensor.to(dtype).reshape(-1), whole.reshape(-1))
+        assert (leaf.start, leaf.is_master) == (0, dtype == torch.bfloat16)
+        assert leaf.state.keys() == ({"momentum_buffer"} if whole.dim() == 2 else {"step", "exp_avg", "exp_avg_sq"})
 
 
 def test_the_written_probe_holds_all_live_state(tmp_path: Path) -> None:
@@ -106,13 +121,13 @@ def test_a_draw_from_a_stream_shows_in_that_stream_alone(tmp_path: Path, name: s
 
 def test_scrambling_leaves_no_value_and_no_stream_as_it_was(tmp_path: Path) -> None:
     one = built(tmp_path, precision={"parameters": "bf16"})
-    padding = [bucket.own.clone() for bucket in one.zero2.flat.buckets]
+    padding = [bucket.own.clone() for bucket in one.sharded.flat.buckets]
     write_probe(tmp_path, "before", one, Progress(), {})
     scramble(one, 7)
     write_probe(tmp_path, "after", one, Progress(), {})
     before, after = (load_file(tmp_path / f"{moment}.rank-0.safetensors") for moment in ("before", "after"))
     assert all(not torch.equal(tensor, after[key]) for key, tensor in before.items())
-    for bucket, old in zip(one.zero2.flat.buckets, padding, strict=True):
+    for bucket, old in zip(one.sharded.flat.buckets, padding, strict=True):
         gaps = torch.ones(bucket.own.numel(), dtype=torch.bool)
         for fragment in bucket.fragments:
             gaps[fragment.offset : fragment.offset + fragment.stop - fragment.start] = False

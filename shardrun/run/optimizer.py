@@ -1,0 +1,176 @@
+"""The optimizer of a run: from its section in the config to the sharded object that steps the session."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardrun.config.elementwise import Matched
+from shardrun.config.matrices import Factory, FactoryOptionGroup, Muon
+from shardrun.config.optimizers import Optimizer
+from shardrun.config.rest import RestAdamW
+from shardrun.config.schema import Config
+from shardrun.errors import ConfigError
+from shardrun.optim.kinds import Declared, Kind, any_kind, takes
+from shardrun.run.model import option_groups
+from shardrun.run.recipe import Recipe
+from shardrun.shard.layout import FlatLayout, Placed, align
+from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.joint_step import StepResult
+from shardrun.step.owned import OwnedOptimizer
+from shardrun.step.zero1 import SelectedZero1
+from shardrun.step.zero2 import SelectedZero2
+
+Sharded = SelectedZero1 | SelectedZero2
+"""Both are a ShardedOptimizer; together they are all that a run can step with."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a checkpoint has the parameters, so that a run that goes on places them alike."""
+
+    order: list[str]
+    """Trainable paths in an order that gives the same flat buffers."""
+    owners: Mapping[str, int] | None = None
+    """Path -> rank, under zero1."""
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> Placement:
+        """From a group of a manifest; LookupError or TypeError if it is none."""
+        spaces = FlatLayout.from_json(group["layout"]).spaces
+        owners = group["optimizer"].get("owners")
+        if owners is None:
+            return Placement([placed.path for space in spaces for placed in space.parameters])
+        buckets = [
+            [placed for placed in space.parameters if bucket.start <= placed.offset < bucket.stop]
+            for space in spaces
+            for bucket in space.buckets
+        ]
+        return Placement([path for members in buckets for path in _filled_by_last(members, owners)], dict(owners))
+
+
+def _filled_by_last(members: Sequence[Placed], owners: Mapping[str, int]) -> list[str]:
+    """The paths of a bucket that stands in the order of owners, so that the last one closes it, as it was planned.
+
+    A bucket closes as soon as it is full. Whichever parameter came last when it was planned is the last one of its
+    owner; of these the largest is taken, without which the bucket is not full in any case.
+    """
+    ends = {owners[placed.path]: placed for placed in members}.values()
+    last = max(ends, key=lambda placed: align(placed.numel))
+    return [*(placed.path for placed in members if placed is not last), last.path]
+
+
+def shard_optimizer(
+    config: Config, session: SelectedDataParallel, recipe: Recipe, saved: Placement | None = None
+) -> Sharded:
+    """The config's optimizer over the session's trainable parameters; collective.
+
+    Owners are those of `saved`, if it is about these parameters and ranks.
+    """
+    asked, masters = config.optimizer, config.precision.master_weights
+    optimizer = _declared(asked, recipe) if isinstance(asked, Factory) else asked.name
+    options = _options(asked)
+    groups = option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], session.contract)
+    if asked.strategy == "zero2":
+        return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, **options)
+    _require_any(optimizer, session)
+    rest = (asked.rest if isinstance(asked, Factory | Muon) else None) or RestAdamW(name="adamw")
+    rest_options = rest.model_dump(exclude={"name"}) | {"lr": asked.lr if rest.lr is None else rest.lr}
+    return SelectedZero1(
+        session,
+        optimizer,
+        option_groups=groups,
+        owners=_saved_owners(saved, session),
+        rest=rest.name,
+        rest_options=rest_options,
+        masters=masters,
+        **options,
+    )
+
+
+def _saved_owners(saved: Placement | None, session: SelectedDataParallel) -> Mapping[str, int] | None:
+    if saved is None or saved.owners is None or saved.owners.keys() != set(session.order):
+        return None
+    return saved.owners if all(rank in range(session.comm.world_size) for rank in saved.owners.values()) else None
+
+
+def mean_step(sharded: Sharded) -> Callable[..., StepResult]:
+    """The step by the exact mean, whose gradients stay FP32 where there are masters for them, under any strategy."""
+    return sharded.step_fp32 if isinstance(sharded, SelectedZero1) and sharded.masters else sharded.step
+
+
+@dataclass(frozen=True)
+class Share:
+    """One optimizer of a session, and what it steps, on whichever rank."""
+
+    kind: Kind
+    optimizer: torch.optim.Optimizer
+    """The live object over what this rank steps."""
+    paths: list[list[str]]
+    """The parameters of each of its param groups."""
+
+
+def shares(sharded: Sharded) -> list[Share]:
+    """The optimizers of the session: one, or under zero1 that of the rest as well."""
+    stepper = sharded.stepper
+    kinds, optimizers = [sharded.kind], [stepper.optimizer]
+    if isinstance(stepper, OwnedOptimizer):
+        told, optimizers = stepper.summary(), stepper.optimizers
+        kinds += [any_kind(told["rest"])] if "rest" in told else []
+    members: dict[int, list[str]] = {}
+    for space in sharded.layout.spaces:
+        members.setdefault(space.option_group, []).extend(placed.path for placed in space.parameters)
+    found, begin = [], 0
+    for kind, optimizer in zip(kinds, optimizers, strict=True):
+        end = begin + len(optimizer.param_groups)
+        found.append(Share(kind, optimizer, [members.get(group, []) for group in range(begin, end)]))
+        begin = end
+    return found
+
+
+def state_keys(sharded: Sharded, name: str, options: Mapping[str, Any]) -> Sequence[str]:
+    """State tensors that the session's optimizer `name` keeps under `options`; none of those that only a step shows."""
+    kind = next((share.kind for share in shares(sharded) if share.kind.name == name), None) or any_kind(name)
+    return () if kind.declared is not None else kind.keys(options)
+
+
+def _declared(asked: Factory, recipe: Recipe) -> Declared:
+    make = recipe.factory(asked.factory)
+    return Declared(make, asked.kind, asked.factory, _is_matrix if asked.takes == "matrices" else None)
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return len(shape) == 2
+
+
+def _options(asked: Optimizer) -> dict[str, Any]:
+    if not isinstance(asked, Factory):
+        return asked.model_dump(exclude={"name", "strategy", "options", "rest"})
+    ours = {*inspect.signature(SelectedZero1).parameters, *inspect.signature(SelectedZero2).parameters}
+    if taken := sorted(ours & asked.factory_options.keys()):
+        raise ConfigError(
+            f"optimizer.factory_options.{taken[0]}: a name of shardrun's own, which cannot be handed to "
+            f"{asked.factory}; give its argument another name in the recipe"
+        )
+    return {"lr": asked.lr, **asked.factory_options}
+
+
+def _group_options(asked: Matched) -> dict[str, Any]:
+    if isinstance(asked, FactoryOptionGroup):
+        return dict(asked.factory_options)
+    return asked.model_dump(exclude={"match", "lr_scale"}, exclude_none=True)
+
+
+def _require_any(optimizer: str | Declared, session: SelectedDataParallel) -> None:
+    """An optimizer that would have nothing to step is a mistake, and the rest alone needs none beside it."""
+    kind = any_kind(optimizer)
+    specs = [spec for spec in session.contract.distinct() if spec.path in set(session.order)]
+    if not any(takes(kind, spec.shape) for spec in specs):
+        raise ConfigError(
+            f"optimizer: {kind.name} takes matrices, and none of the {len(specs)} selected trainable parameters is "
+            "2-D; write the optimizer that steps the rest alone"
+        )
