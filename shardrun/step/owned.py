@@ -27,8 +27,11 @@ class Share:
 
     @property
     def groups(self) -> list[OptionGroup]:
-        """The option groups, each with this share's paths only."""
-        return [replace(group, paths=group.paths & self.paths) for group in self.option_groups]
+        """The option groups with this share's paths only; options that none of them has may be the other's own."""
+        return [
+            replace(group, paths=group.paths & self.paths, options=group.options if group.paths & self.paths else {})
+            for group in self.option_groups
+        ]
 
 
 class OwnedOptimizer:
@@ -49,8 +52,9 @@ class OwnedOptimizer:
         """Both, or the one that has parameters."""
         self.optimizer = self.optimizers[0]
         self.options = [options for stepper in self._steppers for options in stepper.options]
-        bases = [stepper.rates(None)[0] for stepper in self._steppers]
-        factors = [1.0, *(base / bases[0] if bases[0] else 0.0 for base in bases[1:])]
+        first = self._steppers[0] if self._shares[0] is shares[0] else _stepper(shares[0], [], 0, shapes)
+        rate = first.rates(None)[0]
+        factors = [1.0 if one is first else one.rates(None)[0] / rate if rate else 0.0 for one in self._steppers]
         self.lr_scales = [
             f * scale for f, stepper in zip(factors, self._steppers, strict=True) for scale in stepper.lr_scales
         ]

@@ -21,6 +21,7 @@ from shardrun.step.owned import OwnedOptimizer, Share
 from shardrun.step.sharded import (
     BUCKET_BYTES,
     ShardedOptimizer,
+    agree_kinds,
     agree_layout,
     entries_of,
     on_first_paths,
@@ -58,7 +59,7 @@ class SelectedZero1(ShardedOptimizer):
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        kinds = any_kind(optimizer), any_kind(rest)
+        kinds = agree_kinds(session, name, lambda: (any_kind(optimizer), any_kind(rest)))
         self.kind = kinds[0]
         groups = on_first_paths(session, option_groups)
         specs = {spec.path: spec for spec in session.contract.distinct()}
@@ -67,7 +68,10 @@ class SelectedZero1(ShardedOptimizer):
             Share(kinds[0], mine, options, groups),
             Share(kinds[1], set(session.order) - mine, rest_options or {}, groups),
         ]
-        self.split = {share.kind.name: [path for path in session.order if path in share.paths] for share in shares}
+        self.split: dict[str, list[str]] = {}
+        """Name of an optimizer -> the paths that it steps."""
+        for share in shares:
+            self.split.setdefault(share.kind.name, []).extend(path for path in session.order if path in share.paths)
         share_of = {path: share for share in shares for path in share.paths}
         costs = {p: update_cost(share_of[p].kind, specs[p].shape, share_of[p].options) for p in session.order}
 
@@ -77,7 +81,7 @@ class SelectedZero1(ShardedOptimizer):
         def plan() -> FlatLayout:
             for share in shares:
                 check_options(share.kind, share.options, share.groups, share.paths)
-            if left := [path for path in shares[1].paths if not takes(kinds[1], specs[path].shape)]:
+            if left := sorted(path for path in shares[1].paths if not takes(kinds[1], specs[path].shape)):
                 raise UsageError(
                     f"{left[0]} {specs[left[0]].shape}: neither {kinds[0].name} nor {kinds[1].name} takes it"
                 )
@@ -224,8 +228,8 @@ def _checked(session: SelectedDataParallel, owners: Mapping[str, int]) -> Mappin
             f"owners: {unlike[0]} ({len(unlike)} in all) is named and not trained, or trained and not named"
         )
     for path, rank in given.items():
-        if not 0 <= rank < session.comm.world_size:
+        if type(rank) is not int or not 0 <= rank < session.comm.world_size:
             raise UsageError(
-                f"owners: {path} is given to rank {rank}; the group has 0 to {session.comm.world_size - 1}"
+                f"owners: {path} is given to rank {rank!r}; the group has 0 to {session.comm.world_size - 1}"
             )
     return given

@@ -19,6 +19,7 @@ from shardrun.step.joint_step import StepResult, as_flag
 from shardrun.step.sharded import (
     BUCKET_BYTES,
     ShardedOptimizer,
+    agree_kinds,
     agree_layout,
     entries_of,
     on_first_paths,
@@ -50,7 +51,7 @@ class SelectedZero2(ShardedOptimizer):
         chunk_numel: int | None = None,
         **options: Any,
     ) -> None:
-        self.kind = kind = elementwise(optimizer)
+        self.kind = kind = agree_kinds(session, name, lambda: elementwise(optimizer))
         groups = on_first_paths(session, option_groups)
 
         def plan() -> FlatLayout:
