@@ -60,7 +60,7 @@ class Agreement:
             return Comparison(list(sums), frozenset())
         call = f"{operation}: {detail}" if detail else operation
         hashed = [number for text in (call, *items.values()) for number in integers(text)]
-        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed])
+        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed], call)
         places = range(MAX_SUMS, MAX_SUMS + len(hashed), INTEGERS)
         same = [all_equal(total[place : place + INTEGERS], self.world_size) for place in places]
         if not same[0]:
@@ -127,13 +127,13 @@ class Agreement:
 
     # ---- raw rounds --------------------------------------------------------------------------------------------
 
-    def _guard(self, what: str, *buffers: object) -> AbstractContextManager[None]:
-        return self._state.guard(what, self._group, *buffers)
+    def _guard(self, what: str, *buffers: object, fingerprint: str = "") -> AbstractContextManager[None]:
+        return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint)
 
-    def _sum_round(self, values: Sequence[int]) -> list[int]:
+    def _sum_round(self, values: Sequence[int], fingerprint: str = "") -> list[int]:
         vector = torch.zeros(_ROUND, dtype=torch.int64)
         vector[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
-        with self._guard("agreement", vector):
+        with self._guard("agreement", vector, fingerprint=fingerprint):
             dist.all_reduce(vector, group=self._group.handle)
         result: list[int] = vector.tolist()
         return result

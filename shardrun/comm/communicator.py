@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardrun.comm.agreement import Agreement, Comparison
-from shardrun.comm.config import CommunicatorConfig
+from shardrun.comm.config import (
+    DEFAULT_INIT_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    MAX_TIMEOUT_S,
+    CommunicatorConfig,
+    is_timeout,
+)
 from shardrun.comm.group import Group, listed, member_ranks
+from shardrun.comm.last_words import LastWords
 from shardrun.comm.process_group import device_of, open_process_group, open_subgroup
 from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam, slice_sizes
-from shardrun.comm.world_state import Observer, WorldState
+from shardrun.comm.world_state import Failure, Observer, WorldState
 from shardrun.errors import CallMismatch, UsageError, by_all
 
-__all__ = ["Communicator", "Comparison", "Observer"]
+__all__ = ["Communicator", "Comparison", "Failure", "Observer"]
 
 
 class Communicator(Agreement):
@@ -30,51 +39,54 @@ class Communicator(Agreement):
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        backend: str,
-        device: torch.device,
-        timeout_s: float,
-        *,
-        parent: Communicator | None = None,
-        group: Group | None = None,
+        self, group: Group, state: WorldState, backend: str, device: torch.device, parent: Communicator | None = None
     ) -> None:
-        """For the ways named above; `parent` and `group` are a subgroup's."""
-        group = group or Group(rank, range(world_size))
-        super().__init__(group, WorldState(world_size) if parent is None else parent._state)
+        """For the ways named above."""
+        super().__init__(group, state)
         self.parent = parent
         """The world that this subgroup was made from; None for a world."""
         self.backend = backend
         self.device = device
-        self.timeout_s = timeout_s
         # [Note: control plane] Agreements, texts, norms and votes are CPU tensors over gloo on every machine: it raises
         # what went wrong, in time. Only gradients and parameters take the fast way of the device.
-        self._control = ExchangeSeam(group)
-        self._seam: SliceSeam = NativeSeam(world_size, group) if backend == "nccl" else self._control
+        self._control = ExchangeSeam(group, state)
+        self._seam: SliceSeam = NativeSeam(group.size, group) if backend == "nccl" else self._control
 
     @staticmethod
     def single() -> Communicator:
         """A world of one: no process group, no socket, nothing sent."""
-        return Communicator(0, 1, "gloo", torch.device("cpu"), 1800.0)
+        group = Group(0, range(1))
+        return Communicator(group, WorldState(group, DEFAULT_TIMEOUT_S), "gloo", torch.device("cpu"))
 
     @staticmethod
     def open(config: CommunicatorConfig) -> Communicator:
         """Join the world of `config`. Every rank must call it; a world of one opens nothing."""
         device = device_of(config)
+        group = Group(config.rank, range(config.world_size))
+        words, watch = None, None
         if config.world_size > 1:
-            open_process_group(config)
-        return Communicator(config.rank, config.world_size, config.backend, device, config.timeout_s)
+            meeting, watch = open_process_group(config)
+            words = LastWords(meeting.store, config.rank, config.world_size, meeting.keeper)
+        return Communicator(group, WorldState(group, config.timeout_s, words, watch), config.backend, device)
 
     @staticmethod
     def from_env(
-        *, backend: str | None = None, timeout_s: float = 1800.0, allow_non_loopback: bool = False
+        *,
+        backend: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
+        allow_non_loopback: bool = False,
     ) -> Communicator:
         """Join the world that torchrun's environment describes; NCCL where every local rank has a GPU, else gloo."""
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         return Communicator.open(
-            CommunicatorConfig.from_env(backend=backend, timeout_s=timeout_s, allow_non_loopback=allow_non_loopback)
+            CommunicatorConfig.from_env(
+                backend=backend,
+                timeout_s=timeout_s,
+                init_timeout_s=init_timeout_s,
+                allow_non_loopback=allow_non_loopback,
+            )
         )
 
     def subgroup(self, ranks: Iterable[int]) -> Communicator | None:
@@ -97,12 +109,12 @@ class Communicator(Agreement):
         handle = None
         if 1 < len(members) < self.world_size:
             with self._guard(f"connecting the subgroup {listed(members)}"):
-                handle = open_subgroup(members, self.backend, self.timeout_s)
+                handle = open_subgroup(members, self.backend, self._state.timeout_s)
         if self.rank not in members:
             return None
         group = Group.subgroup(members, self.rank, handle)
         self._state.add(group)
-        return Communicator(group.rank, group.size, self.backend, self.device, self.timeout_s, parent=self, group=group)
+        return Communicator(group, self._state, self.backend, self.device, self)
 
     def _agreed_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The list that all ranks gave, or the same error on all."""
@@ -137,6 +149,46 @@ class Communicator(Agreement):
     def is_poisoned(self) -> bool:
         """Whether an earlier failure has closed this communicator."""
         return self._state.is_poisoned
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure, with the ranks that are missing or to blame where that is known; None while it is open."""
+        return self._state.failure
+
+    def history(self) -> list[dict[str, Any]]:
+        """The last 64 collectives of this rank in the world and all its subgroups, oldest first, as plain data.
+
+        Each has its number, phase, name, the compared fingerprint, the ranks (of the world), sizes, when it started and
+        ended (seconds of the epoch, or "unfinished") and how many microseconds it took. Local, also after a failure.
+        """
+        return [call.plain() for call in self._state.history.calls()]
+
+    def history_text(self) -> str:
+        """The same as a table for a log, empty where nothing was sent; with the file of NCCL's flight recorder."""
+        table, device = self._state.history.text(), self._state.device
+        if device is None or not device.trace_file:
+            return table
+        return f"{table}\nflight recorder of NCCL, if there was a failure: {device.trace_file}"
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective that begins now may take."""
+        return self._state.timeout_s
+
+    @contextmanager
+    def timeout(self, seconds: float) -> Iterator[None]:
+        """Give the collectives of this block `seconds` each, in the world and all its subgroups; the old time after it.
+
+        Local: every rank says it for itself, and only what this rank waits for changes. Costs some microseconds.
+        """
+        if not is_timeout(seconds):
+            raise UsageError(f"timeout is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds")
+        before = self._state.timeout_s
+        self._state.set_timeout(seconds)
+        try:
+            yield
+        finally:
+            self._state.set_timeout(before)
 
     @property
     def phase(self) -> str:
@@ -176,13 +228,16 @@ class Communicator(Agreement):
 
     def close(self) -> None:
         """Leave the world; local, idempotent."""
-        self.poison("it was closed")
+        self._state.close("it was closed")
 
     def settle(self) -> None:
-        """Wait until this rank's device has done all collectives so far, and raise what went wrong there."""
-        if self.device.type == "cuda" and self.world_size > 1:
+        """Wait until this rank's device has done all collectives so far, and raise what went wrong there.
+
+        Before anything on the host depends on what a collective left on the device. Nothing to do without a device.
+        """
+        if self._state.device is not None:
             with self._guard("settle"):
-                torch.cuda.current_stream(self.device).synchronize()
+                self._state.device.settle(self._state.timeout_s)
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -202,6 +257,8 @@ class Communicator(Agreement):
         wire = raw.to(self.device)
         with self._guard(f"broadcast of {tag}", wire):
             dist.broadcast(wire, group=self._group.handle, group_src=root)
+            if self._state.device is not None and wire is not raw:
+                self._state.device.settle(self._state.timeout_s)
         if wire is not raw:
             raw.copy_(wire)
 

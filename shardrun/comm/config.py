@@ -12,6 +12,8 @@ from shardrun.comm.fingerprint import MAX_RANKS
 from shardrun.errors import ConfigError
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
+DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_INIT_TIMEOUT_S = 300.0
 
 
 def is_loopback(address: str) -> bool:
@@ -22,6 +24,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def is_timeout(seconds: float) -> bool:
+    """Whether a collective or a rendezvous can be given so many seconds."""
+    return 0 < seconds <= MAX_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,10 @@ class CommunicatorConfig:
     world_size: int
     backend: str = "gloo"
     local_rank: int = 0
-    timeout_s: float = 1800.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """How long a collective may take; `Communicator.timeout` gives a block of them another time."""
+    init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S
+    """How long the ranks wait for each other at the rendezvous."""
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     store_fd: int | None = None
@@ -69,8 +79,9 @@ class CommunicatorConfig:
             problems.append(f"local_rank is {self.local_rank}; it must be at least 0")
         if self.backend not in ("gloo", "nccl"):
             problems.append(f"backend is {self.backend!r}; it must be 'gloo' or 'nccl'")
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            problems.append(f"timeout_s is {self.timeout_s}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
+        for name, seconds in (("timeout_s", self.timeout_s), ("init_timeout_s", self.init_timeout_s)):
+            if not is_timeout(seconds):
+                problems.append(f"{name} is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
         return problems
 
     def _address_problems(self) -> list[str]:
@@ -96,7 +107,8 @@ class CommunicatorConfig:
         environ: Mapping[str, str] | None = None,
         *,
         backend: str = "gloo",
-        timeout_s: float = 1800.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
         allow_non_loopback: bool = False,
     ) -> CommunicatorConfig:
         """The config that torchrun (or shardrun's launcher) put into the environment of this rank.
@@ -116,6 +128,7 @@ class CommunicatorConfig:
             backend=backend,
             local_rank=_integer(env, "LOCAL_RANK", 0),
             timeout_s=timeout_s,
+            init_timeout_s=init_timeout_s,
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_integer(env, "MASTER_PORT", 0) or None,
             store_fd=None if store_fd is None else int(store_fd),

@@ -36,6 +36,11 @@ class Group:
         """How many ranks talk."""
         return len(self.ranks)
 
+    @property
+    def talks(self) -> bool:
+        """Whether torch has a group for it: a rank alone has nobody to talk to."""
+        return self.size > 1
+
     def named(self, rank: int) -> str:
         """A rank of this group as messages name it: by its number in the world, then by that in the subgroup."""
         return f"rank {self.ranks[rank]} (rank {rank}{self.suffix})" if self.suffix else f"rank {rank}"

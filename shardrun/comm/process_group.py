@@ -1,21 +1,31 @@
-"""Opens and closes torch's process group: store and data sockets on loopback unless told otherwise."""
+"""Opens and closes torch's process groups: data sockets on loopback unless told otherwise."""
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
+import socket
+import struct
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
 from shardrun.comm.config import CommunicatorConfig
+from shardrun.comm.device import DeviceWatch, prepare_environment, trace_file
+from shardrun.comm.nccl import NcclBackend
+from shardrun.comm.rendezvous import Meeting, meet
 from shardrun.errors import CommunicatorError, LaunchError
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_SIOCGIFADDR = 0x8915
 
 
 def device_of(config: CommunicatorConfig) -> torch.device:
@@ -31,33 +41,44 @@ def device_of(config: CommunicatorConfig) -> torch.device:
     return torch.device("cuda", config.local_rank)
 
 
-def open_process_group(config: CommunicatorConfig) -> None:
-    """Join the world as the default process group. Every rank must call it; raises after `timeout_s`."""
+def open_process_group(config: CommunicatorConfig) -> tuple[Meeting, DeviceWatch | None]:
+    """Join the world as the default process group. Every rank must call it.
+
+    Raises LaunchError where this rank does not belong, CommunicatorError naming the ranks that have not come after
+    `init_timeout_s`.
+    """
     if dist.is_initialized():
         raise CommunicatorError(
             "this process already has a default process group; a second world cannot be opened beside it"
         )
-    if config.loopback and not (config.agent_store and "GLOO_SOCKET_IFNAME" in os.environ):
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    timeout = timedelta(seconds=config.timeout_s)
+    _choose_interface(config)
+    watch = None
     device_id = device_of(config) if config.backend == "nccl" else None
-    backend = _backends(config.backend)
     if device_id is not None:
+        prepare_environment(os.environ, Path(tempfile.gettempdir()), config.run_id or "run")
+        written = trace_file(os.environ, config.rank)
+        watch = DeviceWatch(NcclBackend(device_id, written), written)
         torch.cuda.set_device(device_id)
+    meeting = meet(config)
     atexit.register(close_process_group)  # a process that ends with open gloo connections aborts
-    if config.agent_store:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=device_id)
-        return
-    store = _store(config, timeout)
-    _check_run_id(config, store)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=config.rank,
-        world_size=config.world_size,
-        timeout=timeout,
-        device_id=device_id,
-    )
+    try:
+        dist.init_process_group(
+            _backends(config.backend),
+            store=meeting.store,
+            rank=config.rank,
+            world_size=config.world_size,
+            timeout=timedelta(seconds=config.init_timeout_s),
+            device_id=device_id,
+        )
+        set_group_timeout(None, config.timeout_s)
+    except RuntimeError as error:
+        told = str(error).splitlines()[0]
+        raise CommunicatorError(
+            f"rank {config.rank} found all {config.world_size} ranks at {meeting.place}, but could not connect with "
+            f"them: {told}"
+        ) from error
+    meeting.await_all("connected")  # a rank that fails at once must not break the connecting of the others
+    return meeting, watch
 
 
 def open_subgroup(members: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -70,6 +91,20 @@ def open_subgroup(members: Sequence[int], backend: str, timeout_s: float) -> dis
     return handle
 
 
+def set_group_timeout(handle: dist.ProcessGroup | None, seconds: float) -> None:
+    """How long a collective of the group (None: the default one) may take from now on; local.
+
+    Not for isend and irecv over gloo, whose `wait` takes its own. Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own
+    checks keep the time with which the group was made.
+    """
+    group = handle or c10d._get_default_group()
+    timeout = timedelta(seconds=seconds)
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+    else:
+        c10d._set_pg_timeout(timeout, group)
+
+
 def _backends(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # see [Note: control plane]
 
@@ -80,44 +115,60 @@ def close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _store(config: CommunicatorConfig, timeout: timedelta) -> Store:
-    if config.init_file is not None:
-        store = FileStore(str(config.init_file), config.world_size)
-        store.set_timeout(timeout)
-        return store
-    assert config.master_port is not None  # checked by the config
-    is_master = config.rank == 0
-    # TCPStore listens on all addresses even when given 127.0.0.1; a socket that is already bound restricts it.
-    listen_fd = config.store_fd if config.store_fd is not None else (_bound_socket(config) if is_master else None)
-    return TCPStore(
-        config.master_addr,
-        config.master_port,
-        config.world_size,
-        is_master=is_master,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd if is_master else None,
-    )
+def forget_process_groups() -> None:
+    """As close_process_group, but without torch's `shutdown`, which on NCCL waits for the device.
 
-
-def _bound_socket(config: CommunicatorConfig) -> int:
-    import socket
-
-    family = socket.AF_INET6 if ":" in config.master_addr else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.master_addr, config.master_port))
-    listener.listen(1024)
-    return listener.detach()
-
-
-def _check_run_id(config: CommunicatorConfig, store: Store) -> None:
-    if not config.run_id:
+    What is left of the groups is freed with its last owner: gloo closes its connections at once. The owner of NCCL's
+    part has taken it over before.
+    """
+    if not dist.is_initialized():
         return
-    if config.rank == 0:
-        store.set("shardrun/run_id", config.run_id)
-    found = store.get("shardrun/run_id").decode()
-    if found != config.run_id:
-        raise LaunchError(
-            f"the rendezvous belongs to run {found!r}, this rank is of run {config.run_id!r}: check address and port"
-        )
+    world = c10d._world
+    c10d._update_default_pg(None)
+    for known in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        known.clear()
+    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    world.group_count = 0
+
+
+def _choose_interface(config: CommunicatorConfig) -> None:
+    """Have gloo and NCCL listen on loopback, or else where the rendezvous is reached; a user's own choice stays."""
+    if config.loopback:
+        if config.agent_store and "GLOO_SOCKET_IFNAME" in os.environ:
+            return
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+        return
+    # Left alone, gloo asks what this machine's name resolves to, which is often 127.0.1.1 or nothing.
+    interface = None if config.init_file is not None else interface_towards(config.master_addr)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this machine from which `address` is reached; None if it cannot be told."""
+    with suppress(OSError):
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(name) == own:
+                return name
+    return None
+
+
+def _address_of(interface: str) -> str | None:
+    """Its IPv4 address (Linux)."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None

@@ -8,7 +8,9 @@ record's numerics.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from shardrun.comm.group import Group
 from shardrun.errors import UsageError
+
+_SHORTEST_WAIT_S = 0.001  # gloo takes 0 for no limit
 
 
 class SliceSeam(Protocol):
@@ -56,6 +60,12 @@ def _cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[
     return [flat.narrow(0, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
+class Patience(Protocol):
+    """Who knows how long a collective that begins now may take."""
+
+    timeout_s: float
+
+
 class _Scratch:
     """Buffers that are kept from step to step. A failed collective may be in them for ever, so no local holds one."""
 
@@ -76,8 +86,9 @@ class ExchangeSeam:
 
     name = "exchange"
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, clock: Patience) -> None:
         self._group = group
+        self._clock = clock
         self._scratch = _Scratch()
 
     def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> None:
@@ -111,9 +122,11 @@ class ExchangeSeam:
         receive = [piece if piece.numel() else self._scratch.take(size + 1, 1, piece) for piece in receive]
         works = [dist.irecv(receive[peer], group=handle, group_src=peer) for peer in peers]
         works += [dist.isend(send[peer], group=handle, group_dst=peer) for peer in peers]
+        deadline = time.monotonic() + self._clock.timeout_s
         for work in works:
             assert work is not None  # this rank is a member of the group
-            work.wait()
+            # Without a time of its own a wait takes the one with which gloo was opened, whatever was set later.
+            work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
 
 
 class NativeSeam:
