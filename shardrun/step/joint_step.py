@@ -131,6 +131,7 @@ def run_step(
             comm.enter("reduce")  # where gradients meet: every rank receives the sum of its own slices
             for part in moving:
                 part.strategy.reduce(part.window, part.pending)
+            comm.settle()  # "decide" reads on the host what the device received: not before it is there, and in time
 
             comm.enter("normalise")
             for part in moving:
