@@ -100,6 +100,11 @@ class SelectedZero1(ShardedOptimizer):
         self.stepper = self._owned = OwnedOptimizer(shares, self.slices, shapes)
         self._dtype = AS_DECLARED
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch.optim objects of `optimizer` and of `rest`, or the one that has parameters; for schedulers."""
+        return self._owned.optimizers
+
     def step(
         self,
         *,

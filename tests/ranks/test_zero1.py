@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ from tests.support.ranks import run_ranks, start_ranks
 from tests.support.reference import PlainTorch, joint_step, replicated_sum
 from tests.support.sessions import (
     Refusal,
+    Strike,
     attempt,
     gather,
+    kill_this_rank,
     make_zero1,
     make_zero2,
     options_by_path,
@@ -735,3 +738,33 @@ def test_a_users_optimizer_that_raises_changes_nothing_anywhere() -> None:
 
 def _but_gradients(refusal: Refusal) -> list[str]:
     return [name for name in refusal.changed if not name.startswith("gradient ")]
+
+
+def _killed(comm: sr.Communicator, phase: str) -> tuple[Refusal, Refusal]:
+    zero1 = make_zero1(comm, _matrices("mixed"), lr=0.02, bucket_bytes=1)
+    for step in range(2):
+        _train(zero1, step)
+    push(zero1.session.model, _drawn(zero1.session.model, comm.rank, 2, 0))
+    if comm.rank == 1:
+        comm.observer = Strike(phase, 3, kill_this_rank)
+    failed, later = (
+        attempt(comm, lambda: zero1.step(local_weight=2, missing="zero"), lambda: snapshot_zero1(zero1))
+        for _ in range(2)
+    )
+    return failed, later
+
+
+@pytest.mark.parametrize("phase", ["reduce", "gather"])
+def test_a_killed_rank_leaves_the_others_as_before_the_step(phase: str) -> None:
+    with start_ranks(3, _killed, phase, comm_timeout_s=20, debug="OFF") as ranks:
+        outcomes = ranks.collect(timeout_s=30)
+    assert outcomes[1].killed_by == signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.error
+        failed, later = outcome.value
+        assert failed.kind == "StepFailed"
+        assert failed.gradients_kept or phase == "gather"
+        assert (failed.changed if failed.gradients_kept else _but_gradients(failed)) == []
+        assert later.kind == "CommunicatorError"
+        assert later.message.startswith("communicator is closed since its first failure")
+        assert later.changed == []
