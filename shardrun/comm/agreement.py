@@ -127,8 +127,10 @@ class Agreement:
 
     # ---- raw rounds --------------------------------------------------------------------------------------------
 
-    def _guard(self, what: str, *buffers: object, fingerprint: str = "") -> AbstractContextManager[None]:
-        return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint)
+    def _guard(
+        self, what: str, *buffers: object, fingerprint: str = "", ranks: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint, ranks=ranks)
 
     def _sum_round(self, values: Sequence[int], fingerprint: str = "") -> list[int]:
         vector = torch.zeros(_ROUND, dtype=torch.int64)

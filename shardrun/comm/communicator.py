@@ -108,7 +108,7 @@ class Communicator(Agreement):
         members = self._agreed_members(ranks)
         handle = None
         if 1 < len(members) < self.world_size:
-            with self._guard(f"connecting the subgroup {listed(members)}"):
+            with self._guard(f"connecting the subgroup {listed(members)}", ranks=members):
                 handle = open_subgroup(members, self.backend, self._state.timeout_s)
         if self.rank not in members:
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -112,11 +112,16 @@ class WorldState:
             raise CommunicatorError(f"communicator is closed since its first failure: {self.failure.cause}")
 
     @contextmanager
-    def guard(self, what: str, group: Group, *buffers: object, fingerprint: str = "") -> Iterator[None]:
-        """Count, announce and write down a collective of `group`; whatever goes wrong in it closes the world."""
+    def guard(
+        self, what: str, group: Group, *buffers: object, fingerprint: str = "", ranks: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Count, announce and write down a collective of `group`; whatever goes wrong in it closes the world.
+
+        `ranks`: those of the world that wait for each other in it, if not all of the group do.
+        """
         self.require_open()
         self.collective += 1
-        call = Call(self.collective, self.phase, what, group.ranks, buffers, fingerprint)
+        call = Call(self.collective, self.phase, what, group.ranks if ranks is None else ranks, buffers, fingerprint)
         self.history.add(call)
         begun = False
         try:
@@ -142,20 +147,20 @@ class WorldState:
             self._words.leave(word)
         self._close(Failure(cause, kind, call.phase, call.number, seconds), keep_alive)
         _let_go(error)
-        found = self._findings(word, group)
+        found = self._findings(word, call.ranks)
         assert self.failure is not None
         cause = "; ".join(filter(None, (self.failure.cause, found.text)))
         self.failure = replace(self.failure, cause=cause, missing=found.missing, culprit=found.culprit)
         return cause
 
-    def _findings(self, word: Word, group: Group) -> Findings:
+    def _findings(self, word: Word, ranks: Sequence[int]) -> Findings:
         """What the others say, see [Note: last words]."""
         if self._words is None:
             return Findings("")
         heard: dict[int, Word] = {}
         if word.kind != "failed":
             heard = self._words.listen(_PATIENCE_S[word.kind], _settles)
-        silent = [rank for rank in group.ranks if rank not in heard and rank != self._rank]
+        silent = [rank for rank in ranks if rank not in heard and rank != self._rank]
         found = find(word, heard, silent, self._words.lost)
         self._words.linger()
         return found
