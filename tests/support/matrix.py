@@ -1,9 +1,9 @@
-"""Drawn examples of everything a step can meet, run on real ranks that stay alive, and held to the reference.
+"""Drawn examples of everything a step can meet, and how they are run on real ranks that stay alive.
 
-`examples` draws an `Example`: parameters, sessions, windows and a world size, as plain data whose repr runs it again.
-`Worlds.run` sends it to the ranks of that world, which build the model, make the sessions and step; `differences` holds
-what they told (`Told`) to tests/support/reference.py. The reference runs in the test's own process, on the gradients of
-all ranks; it shares with the ranks only how a model and a micro-batch follow from the example's numbers.
+`examples(kind)` draws an `Example`: parameters, sessions, windows and a world size, as plain data whose repr runs it
+again. `Worlds.run` sends it to the ranks of that world, which build the model, make the sessions, step, and tell what
+they saw (`RankReport`). Nothing is judged here: tests/ranks/test_matrix.py holds the reports to the reference, which
+shares with the ranks only how a model and a micro-batch follow from an example's numbers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import math
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ import shardrun as sr
 from tests.support.models import push
 from tests.support.rank_process import mark
 from tests.support.ranks import RankFailed, RanksHung, RunningRanks, start_ranks
-from tests.support.reference import CLASSES, Float64Twin, Part, PlainTorch, Share, Verdict, joint_step, judge
+from tests.support.reference import CLASSES, PlainTorch
 
 # ---- an example ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ class Param:
     tied: str | None = None
     """A second path of the same Parameter."""
     ragged: bool = False
-    """An unselected one has another shape on every rank, one of an expert session on every group."""
+    """An unselected one has another shape on every rank, one of a session another one in every group."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,13 +65,21 @@ class Session:
     option_groups: tuple[tuple[tuple[str, ...], Mapping[str, Any], float], ...] = ()
     """(paths, options, lr_scale)."""
     engine: str = "zero2"
+    """zero2, zero1, reduce (data parallel and an ordinary optimizer after it) or free (step_sgd and its kin)."""
     mode: str = "mean"
     name: str = "default"
     groups: tuple[tuple[int, ...], ...] = ()
     """Ranks that hold replicas of the same parameters; () is the whole world."""
     masters: bool = True
+    fp32: bool = False
+    """Gradients of 16-bit parameters are asked for in float32 (zero1, reduce)."""
     bucket_bytes: int | None = None
     chunk_numel: int | None = None
+    owners: bool = False
+    """zero1: owners are given, not balanced."""
+    rest: str = "adamw"
+    rest_options: Mapping[str, Any] = field(default_factory=dict)
+    """zero1: what steps the parameters that muon does not take."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,11 @@ class Window:
     micro_batches: tuple[tuple[Micro, ...], ...]
     """By rank."""
     missing: str = "error"
-    lr: float | None = None
+    lr: float | Mapping[str, float] | None = None
+    """Of all sessions, or by the name of a session."""
     max_grad_norm: float | None = None
     refused_first: bool = False
-    """A step that asks for nonsense on one rank comes before the real one."""
+    """A step that asks for nonsense on one rank of each group comes before the real one."""
     bad: tuple[int, str, float] | None = None
     """Rank, path and what stands in one element of its gradient: NaN or infinity."""
     idle_nan: bool = False
@@ -99,6 +109,9 @@ class Window:
 
     def weight(self, rank: int) -> int:
         return sum(micro.weight for micro in self.micro_batches[rank])
+
+    def rate(self, session: str) -> float | None:
+        return self.lr.get(session) if isinstance(self.lr, Mapping) else self.lr
 
 
 @dataclass(frozen=True)
@@ -110,10 +123,10 @@ class Example:
     sessions: tuple[Session, ...]
     windows: tuple[Window, ...]
     together: bool = False
-    """All sessions take each step together, otherwise there is one session, which steps alone."""
+    """All sessions take each step together; otherwise there is one session, and each of its groups steps alone."""
     dyadic: bool = True
     other_order: bool = False
-    """Odd ranks define the parameters in the opposite order."""
+    """Odd ranks define the parameters, and name the sessions, in the opposite order."""
     seed: int = 0
 
     def groups(self, session: Session) -> tuple[tuple[int, ...], ...]:
@@ -150,7 +163,7 @@ def _register(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
     for part in modules:
         if not hasattr(model, part):
             model.add_module(part, nn.Module())
-        model = getattr(model, part)
+        model = model.get_submodule(part)
     model.register_parameter(name, parameter)
 
 
@@ -174,43 +187,66 @@ def micro_batch(example: Example, number: int, rank: int, index: int) -> dict[st
     return gradients
 
 
+def settled(optimizer: str, options: Mapping[str, Any], dtypes: set[torch.dtype]) -> dict[str, Any]:
+    """Options as an ordinary optimizer over leaves of `dtypes` takes them: fused where torch has it, if left open.
+
+    torch's fused SGD leaves most of a 16-bit leaf unchanged (pytorch issue 191763), so it does not count as had.
+    """
+    if optimizer not in FUSED or options.get("fused") is not None:
+        return dict(options)
+    return {**options, "fused": optimizer != "sgd" or dtypes <= {torch.float32}}
+
+
+def options_by_path(session: Session, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Path -> what the first option group says that has any of its names."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, all_names in names.items():
+        for inside, own, scale in session.option_groups:
+            if {*inside} & {*all_names}:
+                found[path] = {**own, "lr_scale": scale}
+                break
+    return found
+
+
 # ---- drawing ------------------------------------------------------------------------------------------------------
 
-_rarely = st.sampled_from((False,) * 5 + (True,))
-_sometimes = st.sampled_from((False, False, True))
-_SHAPES = ((), (1,), (7,), (15, 3), (3, 5, 7), (257,), (300,))
+KINDS = ("zero2", "zero1", "reduce", "subgroups", "together", "free")
+FUSED = ("sgd", "adam", "adamw", "adagrad")
+_SHAPES = ((), (1,), (7,), (15, 3), (3, 5, 7), (257,), (300,), (6, 17), (512,))
+_PARTITIONS: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
+    1: (((0,),),),
+    2: (((0,), (1,)), ((0, 1),), ((1,),)),
+    3: (((0, 1), (2,)), ((0,), (1, 2)), ((0, 2), (1,)), ((0,), (1,), (2,)), ((1, 2),)),
+    4: (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,)), ((0, 1, 2, 3),), ((1, 3),)),
+}
 
 
 def _either(*values: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(values)
 
 
+_rarely = _either(*[False] * 5, True)
+_sometimes = _either(False, False, True)
 _BETAS = _either((0.9, 0.999), (0.8, 0.95), (0.0, 0.5))
 _DECAY = _either(0.0, 0.1)
-_MAXIMIZE = _either(False, True)
+_SWITCH = _either(False, True)
 _FUSED = _either(None, True, False)
 _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "sgd": {
         "momentum": _either(0.0, 0.9),
         "dampening": _either(0.0, 0.3),
-        "nesterov": _either(False, True),
+        "nesterov": _SWITCH,
         "weight_decay": _DECAY,
         "fused": _FUSED,
     },
-    "adam": {
-        "betas": _BETAS,
-        "eps": _either(1e-8, 1e-3),
-        "weight_decay": _DECAY,
-        "amsgrad": _either(False, True),
-        "fused": _FUSED,
-    },
+    "adam": {"betas": _BETAS, "eps": _either(1e-8, 1e-3), "weight_decay": _DECAY, "amsgrad": _SWITCH, "fused": _FUSED},
     "nadam": {
         "betas": _BETAS,
         "weight_decay": _DECAY,
         "momentum_decay": _either(4e-3, 0.5),
-        "decoupled_weight_decay": _either(False, True),
+        "decoupled_weight_decay": _SWITCH,
     },
-    "radam": {"betas": _BETAS, "weight_decay": _DECAY, "decoupled_weight_decay": _either(False, True)},
+    "radam": {"betas": _BETAS, "weight_decay": _DECAY, "decoupled_weight_decay": _SWITCH},
     "adamax": {"betas": _BETAS, "eps": _either(1e-8, 1e-3), "weight_decay": _DECAY},
     "adagrad": {
         "lr_decay": _either(0.0, 0.1),
@@ -222,26 +258,34 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "rmsprop": {
         "alpha": _either(0.99, 0.9),
         "momentum": _either(0.0, 0.9),
-        "centered": _either(False, True),
+        "centered": _SWITCH,
         "weight_decay": _DECAY,
     },
     "rprop": {"etas": _either((0.5, 1.2), (0.3, 1.7)), "step_sizes": _either((1e-6, 50), (0.01, 0.05))},
     "asgd": {"lambd": _either(1e-4, 0.1), "alpha": _either(0.75, 0.5), "t0": _either(1e6, 1), "weight_decay": _DECAY},
+    "muon": {
+        "momentum": _either(0.95, 0.5),
+        "nesterov": _SWITCH,
+        "weight_decay": _DECAY,
+        "ns_steps": _either(5, 2),
+        "adjust_lr_fn": _either(None, "match_rms_adamw"),
+    },
 }
 _OPTIONS["adamw"] = _OPTIONS["adam"]
-OWN_OPTIONS = {"sgd": ("weight_decay", "momentum"), "rprop": ("etas",), "adam": ("weight_decay", "betas")}
+_OWN_OPTIONS = {"sgd": ("weight_decay", "momentum"), "rprop": ("etas",), "adam": ("weight_decay", "betas")}
 """What an option group may set for itself; weight_decay where nothing is said."""
+ELEMENTWISE = tuple(name for name in _OPTIONS if name != "muon")
 
 
 @st.composite
 def _optimizers(draw: st.DrawFn, names: Sequence[str], half: bool) -> tuple[str, dict[str, Any]]:
     name = draw(st.sampled_from(names))
     options = draw(st.fixed_dictionaries({"lr": _either(0.02, 0.1)}, optional=_OPTIONS[name]))
-    if options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
+    if name == "sgd" and options.get("nesterov") and (not options.get("momentum") or options.get("dampening")):
         del options["nesterov"]  # torch refuses it
-    if name == "sgd" and half:
-        options["fused"] = False  # torch's fused SGD leaves most of a 16-bit leaf unchanged (pytorch issue 191763)
-    if draw(_rarely):
+    if name == "sgd" and half and options.get("fused"):
+        del options["fused"]  # refused, see `settled`
+    if name != "muon" and draw(_rarely):
         options["maximize"] = True
     return name, options
 
@@ -250,7 +294,7 @@ def _optimizers(draw: st.DrawFn, names: Sequence[str], half: bool) -> tuple[str,
 def _option_groups(draw: st.DrawFn, optimizer: str, options: Mapping[str, Any], paths: Sequence[str]) -> Any:
     groups = []
     for _ in range(draw(st.integers(0, 2)) if paths else 0):
-        own = {key: _OPTIONS[optimizer][key] for key in OWN_OPTIONS.get(optimizer, ("weight_decay",))}
+        own = {key: _OPTIONS[optimizer][key] for key in _OWN_OPTIONS.get(optimizer, ("weight_decay",))}
         drawn = draw(st.fixed_dictionaries({}, optional=own))
         if options.get("nesterov") and drawn.get("momentum") == 0.0:
             del drawn["momentum"]
@@ -260,88 +304,126 @@ def _option_groups(draw: st.DrawFn, optimizer: str, options: Mapping[str, Any], 
 
 
 @st.composite
-def _params(draw: st.DrawFn, dtypes: Sequence[str], session: str, prefix: str, most: int) -> list[Param]:
+def _params(draw: st.DrawFn, dtypes: Sequence[str], session: str, most: int, grouped: bool) -> list[Param]:
+    """Some parameters of one session, and some that nobody selects."""
     params = []
-    for index in range(draw(st.integers(1, most))):
+    empty = draw(_rarely) and draw(_rarely)  # which a session may be
+    for index in range(draw(st.sampled_from(range(1, most + 1)))):
         shape = draw(st.sampled_from(_SHAPES))
-        path = f"{draw(_either('', 'deep.'))}{prefix}{index}"
-        selected = not draw(_rarely)
+        name = f"{session[0]}{index}"
+        trained = index == 0 and not empty
+        selected = trained or not draw(_rarely)
+        ragged = len(shape) > 0 and (grouped or not selected) and draw(_sometimes)
         params.append(
             Param(
-                path,
+                draw(_either("", "deep.")) + name,
                 shape,
                 draw(st.sampled_from(dtypes)),
                 session if selected else None,
-                trainable=not draw(_rarely),
-                turned=len(shape) > 1 and draw(_sometimes),
-                tied=draw(_either(f"a.{prefix}{index}", f"z.{prefix}{index}")) if draw(_rarely) else None,
-                ragged=not selected and len(shape) > 0 and draw(_sometimes),
+                trainable=trained or not draw(_rarely),
+                turned=len(shape) > 1 and draw(_SWITCH),
+                tied=draw(_either("a.", "z.")) + name if draw(_rarely) else None,
+                ragged=ragged,
             )
         )
     return params
 
 
 @st.composite
-def _windows(draw: st.DrawFn, world_size: int, params: Sequence[Param], finite: bool) -> Window:
+def _session(
+    draw: st.DrawFn, engine: str, params: Sequence[Param], name: str, groups: tuple[tuple[int, ...], ...]
+) -> Session:
+    own = [param for param in params if param.session == name]
+    half = any(param.dtype != "float32" for param in own)
+    masters = draw(_either(True, True, False)) and engine != "free"
+    names = {"zero1": (*["muon"] * 4, *ELEMENTWISE), "free": ("sgd", "adam", "adamw")}.get(engine, ELEMENTWISE)
+    optimizer, options = draw(_optimizers(names, half and not masters))
+    trainable = [path for param in own if param.trainable for path in param.names]
+    rest: tuple[str, dict[str, Any]] = ("adamw", {})
+    if optimizer == "muon":
+        rest = draw(_optimizers(("adamw", "sgd", "adagrad"), half and not masters))
+        # A power of two between the rates: what follows the first rate in proportion is exact then.
+        rest[1]["lr"] = options["lr"] * draw(_either(1.0, 0.25))
+    return Session(
+        optimizer,
+        options,
+        draw(_option_groups(optimizer, options, trainable)) if engine != "free" else (),
+        engine,
+        draw(_either("mean", "mean", "sum")) if engine != "free" else "mean",
+        name,
+        groups,
+        masters,
+        fp32=engine in ("zero1", "reduce") and (masters or engine == "reduce" or not half) and draw(_SWITCH),
+        bucket_bytes=draw(_either(None, 1, 512, 4096)) if engine in ("zero1", "zero2") else None,
+        chunk_numel=draw(_either(None, 256)) if engine == "zero2" else None,
+        owners=engine == "zero1" and draw(_sometimes),
+        rest=rest[0],
+        rest_options=rest[1],
+    )
+
+
+@st.composite
+def _windows(draw: st.DrawFn, world_size: int, params: Sequence[Param], kind: str, judged: bool) -> Window:
     names = [path for param in params if param.trainable for path in param.names]
     some = st.lists(st.sampled_from(names), max_size=2, unique=True) if names else st.just([])
     nowhere = draw(some) if draw(_sometimes) else []
+    alike = kind == "free" and not draw(_rarely)
     by_rank = []
     for _ in range(world_size):
-        count = draw(_either(1, 2, 3, 0)) if draw(_sometimes) else 1
+        count = draw(_either(1, 2, 3, 0)) if kind != "free" and draw(_sometimes) else 1
         by_rank.append(
             tuple(
                 Micro(
-                    draw(_either(1, 2, 7, 0, 2**31 + 1)),
-                    tuple(sorted({*nowhere, *(draw(some) if draw(_sometimes) else [])})),
+                    1 if kind == "free" else draw(_either(1, 2, 7, 0, 2**31 + 1)),
+                    tuple(sorted({*nowhere, *(draw(some) if not alike and draw(_sometimes) else [])})),
                 )
                 for _ in range(count)
             )
         )
     bad = None
-    if names and not finite and draw(_rarely):
+    if names and judged and draw(_rarely):
         bad = (draw(st.integers(0, world_size - 1)), draw(st.sampled_from(names)), draw(_either(math.nan, math.inf)))
+    rates: list[Any] = [None, None, 0.05, 0.0]
     return Window(
         tuple(by_rank),
-        draw(_either("error", "zero", "zero")),
-        draw(_either(None, None, 0.05, 0.0)),
-        draw(_either(None, 0.25, math.inf, 1e3)),
+        "zero" if kind == "free" else draw(_either("error", "zero", "zero")),
+        draw(_either(*rates, *([{"dense": 0.05}, {"dense": 0.0, "experts": 0.1}] if kind == "together" else []))),
+        draw(_either(None, 0.25, 4.0, 16.0, math.inf)) if kind != "free" else None,
         draw(_rarely),
         bad,
-        draw(_sometimes),
+        kind != "free" and draw(_sometimes),
     )
-
-
-ELEMENTWISE_NOW = ("sgd", "adam", "adamw")
 
 
 @st.composite
 def examples(draw: st.DrawFn, kind: str) -> Example:
-    """One example of a kind: zero2."""
-    world_size = draw(st.integers(1, 4))
+    """One example of a kind.
+
+    zero2, zero1, reduce: one session over the world. subgroups: one over groups of it, each of which steps alone.
+    together: a dense session over the world and one of experts over groups, in take_step. free: step_sgd and its kin.
+    """
+    world_size = draw(_either(1, 2, 3, 4, 2, 3))
     dtypes = draw(_either(("float32",), ("bfloat16",), ("float32", "bfloat16")))
-    params = draw(_params(dtypes, "default", "p", 6))
-    masters = draw(_either(True, True, False))
-    optimizer, options = draw(_optimizers(ELEMENTWISE_NOW, half=not masters and "bfloat16" in dtypes))
-    trainable = [path for p in params if p.session and p.trainable for path in p.names]
-    session = Session(
-        optimizer,
-        options,
-        draw(_option_groups(optimizer, options, trainable)),
-        engine=kind,
-        mode=draw(_either("mean", "mean", "sum")),
-        masters=masters,
-        bucket_bytes=draw(_either(None, 1, 512, 4096)),
-        chunk_numel=draw(_either(None, 256)),
-    )
-    windows = [draw(_windows(world_size, params, finite=False)) for _ in range(draw(st.integers(1, 4)))]
+    names = ("dense", "experts") if kind == "together" else ("default",)
+    grouped = {"experts"} if kind == "together" else {"default"} if kind == "subgroups" else set()
+    params: list[Param] = []
+    sessions = []
+    for name in names:
+        params += draw(_params(dtypes, name, 6 // len(names), name in grouped))
+        groups = draw(st.sampled_from(_PARTITIONS[world_size])) if name in grouped else ()
+        engines = ("zero2", "zero1") if kind == "together" else ("zero2", "zero1", "reduce")
+        engine = draw(st.sampled_from(engines)) if kind in ("together", "subgroups") else kind
+        sessions.append(draw(_session(engine, params, name, groups)))
+    judged = all(session.engine in ("zero1", "zero2") for session in sessions)
+    windows = [draw(_windows(world_size, params, kind, judged)) for _ in range(draw(_either(1, 2, 3, 4, 4)))]
     return Example(
         world_size,
         tuple(params),
-        (session,),
+        tuple(sessions),
         tuple(windows),
+        together=kind == "together",
         dyadic=draw(_either(True, False)),
-        other_order=draw(_sometimes),
+        other_order=kind != "free" and draw(_sometimes),
         seed=draw(st.integers(0, 999)),
     )
 
@@ -365,7 +447,7 @@ def tensor_of(held: Bits) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Refusal:
     """One call that was refused: the class of the error, its message, and what was not as before afterwards."""
 
     kind: str
@@ -377,9 +459,11 @@ class Attempt:
 class Told:
     """What one rank saw in one window."""
 
-    refusals: list[Attempt] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     results: dict[str, tuple[int, float | None, tuple[str, ...]]] | None = None
     """Session -> (global weight, norm, absent), unless every attempt was refused."""
+    gradients: dict[str, Bits] = field(default_factory=dict)
+    """Reduced gradients, of the engine that hands them out."""
     parameters: dict[str, Bits] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -395,46 +479,189 @@ class RankReport:
     """The traceback of an error that was nobody's refusal."""
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """What one attempt asks for."""
+
+    weight: int
+    missing: str
+    lr: float | None
+    max_grad_norm: float | None
+    nonsense: bool
+
+    def counted(self, mode: str) -> dict[str, Any]:
+        if mode == "mean":
+            return {"local_weight": -1 if self.nonsense else self.weight}
+        return {"local_active": "nonsense" if self.nonsense else self.weight > 0}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a step returned."""
+
+    global_weight: int
+    grad_norm: float | None
+    absent: tuple[str, ...]
+    remaining: Mapping[str, Tensor] | None = None
+    gradients: Mapping[str, Bits] = field(default_factory=dict)
+
+
+class _Engine(Protocol):
+    """One session on one rank, whichever way it steps."""
+
+    def step(self, terms: _Terms) -> _Seen: ...
+
+    def state(self) -> tuple[dict[str, list[int]], dict[str, Bits]] | None: ...
+
+
+class _Sharded:
+    """SelectedZero1 or SelectedZero2."""
+
+    def __init__(self, held: sr.SelectedDataParallel, session: Session) -> None:
+        self.session = session
+        groups = [sr.OptionGroup(frozenset(paths), own, scale) for paths, own, scale in session.option_groups]
+        sizes = {"bucket_bytes": session.bucket_bytes, "chunk_numel": session.chunk_numel}
+        options: dict[str, Any] = {
+            "option_groups": groups,
+            "masters": session.masters,
+            "name": session.name,
+            **{key: value for key, value in sizes.items() if value is not None},
+            **session.options,
+        }
+        self.optimizer: sr.SelectedZero1 | sr.SelectedZero2
+        if session.engine == "zero2":
+            self.optimizer = sr.SelectedZero2(held, CLASSES[session.optimizer], **options)
+            return
+        if session.owners:
+            size = held.comm.world_size
+            options["owners"] = {path: (3 * index + 1) % size for index, path in enumerate(held.order)}
+        self.optimizer = sr.SelectedZero1(
+            held,
+            CLASSES[session.optimizer],
+            rest=CLASSES[session.rest],
+            rest_options=session.rest_options,
+            **options,
+        )
+
+    def step(self, terms: _Terms) -> _Seen:
+        name = {"mean": "step", "sum": "step_sum"}[self.session.mode] + ("_fp32" if self.session.fp32 else "")
+        asked = {"missing": terms.missing, "lr": terms.lr, "max_grad_norm": terms.max_grad_norm}
+        return seen(getattr(self.optimizer, name)(**terms.counted(self.session.mode), **asked))
+
+    def state(self) -> tuple[dict[str, list[int]], dict[str, Bits]]:
+        record = self.optimizer.to_record()
+        return record.meta["fragments"], {key: bits(tensor) for key, tensor in record.tensors.items()}
+
+
+def seen(result: sr.StepResult) -> _Seen:
+    return _Seen(result.global_weight, result.grad_norm, tuple(result.absent), result.remaining_gradients)
+
+
+class _Reduced:
+    """Data parallel, and then the ordinary optimizer on every rank."""
+
+    def __init__(self, held: sr.SelectedDataParallel, session: Session) -> None:
+        self.session = session
+        self.held = held
+        first = {path: held.parameters[path] for path in held.order}
+        names = {path: [n for n, p in held.parameters.items() if p is first[path]] for path in first}
+        leaves = {torch.float32 if session.masters else p.dtype for p in first.values()}
+        self.plain = PlainTorch(
+            # Parameters of its own on the same memory: what it asks of autograd is not to help the session.
+            {path: nn.Parameter(parameter.detach()) for path, parameter in first.items()},
+            CLASSES[session.optimizer],
+            options=options_by_path(session, names),
+            master_weights=session.masters,
+            **settled(session.optimizer, session.options, leaves),
+        )
+
+    def step(self, terms: _Terms) -> _Seen:
+        name = {"mean": "reduce", "sum": "sum"}[self.session.mode] + ("_fp32" if self.session.fp32 else "")
+        result = getattr(self.held, name)(**terms.counted(self.session.mode), missing=terms.missing)
+        given = {path: self.held.parameters[path].grad for path in self.held.order}
+        handed = {path: bits(grad) for path, grad in result.gradients.items()}
+        assert handed == {path: bits(grad) for path, grad in given.items() if grad is not None}, "not what .grad became"
+        norm = self.plain.step(given, None, lr=terms.lr, max_grad_norm=terms.max_grad_norm)
+        for path in self.held.order:
+            self.held.parameters[path].grad = None
+        told = None if terms.max_grad_norm is None else norm
+        return _Seen(result.global_weight, told, tuple(result.absent), result.remaining_gradients, handed)
+
+    def state(self) -> None:
+        return None
+
+
+class _Free:
+    """step_sgd, step_adam or step_adamw over a store."""
+
+    def __init__(self, comm: sr.Communicator, model: nn.Module, include: Sequence[str], session: Session) -> None:
+        self.session = session
+        self.comm = comm
+        self.store = sr.ParamStore(model, include=include)
+
+    def step(self, terms: _Terms) -> _Seen:
+        config = {"sgd": sr.SGDConfig, "adam": sr.AdamConfig, "adamw": sr.AdamWConfig}[self.session.optimizer]
+        call = {"sgd": sr.step_sgd, "adam": sr.step_adam, "adamw": sr.step_adamw}[self.session.optimizer]
+        options = {**self.session.options, **({} if terms.lr is None else {"lr": terms.lr})}
+        if terms.nonsense:
+            options["lr"] = -1.0
+        present = {path for path, parameter in self.store.parameters.items() if parameter.grad is not None}
+        call(self.store, config(**options), self.comm)  # type: ignore[operator]
+        absent = tuple(path for path in self.store.parameters if path not in present)
+        return _Seen(self.comm.world_size, None, absent)
+
+    def state(self) -> tuple[dict[str, list[int]], dict[str, Bits]] | None:
+        optimizer = self.store.optimizer
+        if optimizer is None:
+            return None
+        held = {
+            f"{path}/{key}": bits(value)
+            for path, parameter in self.store.parameters.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+        return {path: [0, parameter.numel()] for path, parameter in self.store.parameters.items()}, held
+
+
 class _Rank:
     """One rank's side of one example."""
 
-    def __init__(self, subgroup: Callable[[tuple[int, ...]], sr.Communicator | None], rank: int, example: Example):
-        self.rank = rank
+    def __init__(self, world: _World, example: Example) -> None:
+        self.rank = world.comm.rank
         self.example = example
-        self.model = build_model(example, rank)
+        self.model = build_model(example, self.rank)
         self.named = dict(self.model.named_parameters(remove_duplicate=False))
-        self.engines: dict[str, sr.SelectedZero2] = {}
+        self.engines: dict[str, _Engine] = {}
+        selected: set[str] = set()
         for session in example.sessions:
             for group in example.groups(session):
-                comm = subgroup(group)
+                comm = world.subgroup(group)
                 if comm is not None:
                     self.engines[session.name] = self._make(comm, session)
-        chosen = {path for engine in self.engines.values() for path in engine.parameters}
-        self.unselected = {path: p for path, p in self.named.items() if path not in chosen}
+                    selected |= {path for p in example.params if p.session == session.name for path in p.names}
+        self.unselected = {path: p for path, p in self.named.items() if path not in selected}
 
-    def _make(self, comm: sr.Communicator, session: Session) -> sr.SelectedZero2:
+    def _make(self, comm: sr.Communicator, session: Session) -> _Engine:
         include = [param.path for param in self.example.params if param.session == session.name]
+        if session.engine == "free":
+            root = dict(build_model(self.example, 0).named_parameters())
+            for param in self.example.params:  # a store broadcasts nothing
+                if param.session is not None:
+                    self.named[param.path].data.copy_(root[param.path])
+            return _Free(comm, self.model, include, session)
         selection = sr.select_parameters(self.model, include=include, comm=comm)
         held = sr.SelectedDataParallel(comm, self.model, selection)
-        sizes = {"bucket_bytes": session.bucket_bytes, "chunk_numel": session.chunk_numel}
-        return sr.SelectedZero2(
-            held,
-            CLASSES[session.optimizer],
-            option_groups=[sr.OptionGroup(frozenset(paths), own, scale) for paths, own, scale in session.option_groups],
-            masters=session.masters,
-            name=session.name,
-            **{key: value for key, value in sizes.items() if value is not None},
-            **session.options,
-        )
+        return _Reduced(held, session) if session.engine == "reduce" else _Sharded(held, session)
 
     def run(self) -> RankReport:
+        """All windows, then the state."""
         report = RankReport()
         for number in range(len(self.example.windows)):
             report.windows.append(self._window(number))
         for name, engine in self.engines.items():
-            record = engine.to_record()
-            tensors = {key: bits(tensor) for key, tensor in record.tensors.items()}
-            report.state[name] = (record.meta["fragments"], tensors)
+            state = engine.state()
+            if state is not None:
+                report.state[name] = state
         return report
 
     def _window(self, number: int) -> Told:
@@ -444,44 +671,67 @@ class _Rank:
         told = Told()
         if self.engines:
             if window.refused_first:
-                self._attempt(told, window, {"missing": "zero", "lr": -1.0 if self.rank == 0 else 0.1})
-            self._attempt(told, window, {"missing": window.missing, "lr": window.lr})
-            if told.results is None and told.refusals[-1].kind == "StepRefused":
-                self._attempt(told, window, {"missing": "zero", "lr": window.lr})
+                self._attempt(told, window, window.missing, nonsense=self._is_first())
+            self._attempt(told, window, window.missing)
+            if told.results is None and told.refusals[-1].kind == "StepRefused" and window.missing == "error":
+                self._attempt(told, window, "zero")
         self.model.zero_grad(set_to_none=True)
         told.parameters = {path: bits(parameter) for path, parameter in self.named.items()}
         return told
 
-    def _attempt(self, told: Told, window: Window, terms: Mapping[str, Any]) -> None:
+    def _is_first(self) -> bool:
+        """Whether this rank is the first of those that step together."""
+        if self.example.together:
+            return self.rank == 0
+        (session,) = self.example.sessions
+        return any(group[0] == self.rank for group in self.example.groups(session))
+
+    def _attempt(self, told: Told, window: Window, missing: str, *, nonsense: bool = False) -> None:
         before = self._photograph()
         left = {path: parameter.grad for path, parameter in self.unselected.items() if parameter.grad is not None}
+        terms = _Terms(window.weight(self.rank), missing, None, window.max_grad_norm, nonsense)
         try:
-            results = self._step(window, {**terms, "max_grad_norm": window.max_grad_norm})
-        except sr.errors.StepRefused as error:
+            results = self._step(window, terms)
+        except (sr.errors.StepRefused, sr.errors.UsageError) as error:
             after = self._photograph()
             changed = tuple(name for name in before if before[name] != after[name])
-            told.refusals.append(Attempt(type(error).__name__, str(error), changed))
+            told.refusals.append(Refusal(type(error).__name__, str(error), changed))
             return
-        told.results = {name: (r.global_weight, r.grad_norm, tuple(r.absent)) for name, r in results.items()}
-        for name, result in results.items():
-            told.problems += self._remaining(name, result.remaining_gradients, left)
+        told.results = {name: (r.global_weight, r.grad_norm, r.absent) for name, r in results.items()}
+        for result in results.values():
+            told.gradients |= result.gradients
+            if result.remaining is not None:
+                told.problems += self._remaining(result.remaining, left)
         told.problems += [f"{path}: the gradient of an unselected parameter was changed" for path in left
                           if bits(left[path]) != before[f"gradient {path}"]]  # fmt: skip
         told.problems += [f"{path}: its consumed gradient is still there" for path, p in self.named.items()
                           if path not in self.unselected and p.grad is not None]  # fmt: skip
 
-    def _step(self, window: Window, terms: Mapping[str, Any]) -> dict[str, Any]:
-        (session,) = self.example.sessions
-        weight = window.weight(self.rank)
-        engine = self.engines[session.name]
-        if session.mode == "mean":
-            return {session.name: engine.step(local_weight=weight, **terms)}
-        return {session.name: engine.step_sum(local_active=weight > 0, **terms)}
+    def _step(self, window: Window, terms: _Terms) -> dict[str, _Seen]:
+        if not self.example.together:
+            ((name, engine),) = self.engines.items()
+            return {name: engine.step(replace(terms, lr=window.rate(name)))}
+        sessions = {session.name: session for session in self.example.sessions if session.name in self.engines}
+        names = list(sessions)[::-1] if self.example.other_order and self.rank % 2 else list(sessions)
+        optimizers = [engine.optimizer for engine in map(self.engines.get, names) if isinstance(engine, _Sharded)]
+        summed = {name: terms.counted("sum")["local_active"] for name in names if sessions[name].mode == "sum"}
+        rates = window.lr
+        if isinstance(rates, Mapping):
+            rates = {name: rate for name, rate in rates.items() if name in names}
+        results = sr.take_step(
+            optimizers,
+            **terms.counted("mean"),
+            local_active=summed or None,
+            lr=rates,
+            missing=terms.missing,
+            max_grad_norm=terms.max_grad_norm,
+        )
+        return {name: seen(result) for name, result in results.items()}
 
-    def _remaining(self, name: str, remaining: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> list[str]:
+    def _remaining(self, remaining: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> list[str]:
         ours = {path: grad for path, grad in remaining.items() if path in self.unselected}
         if sorted(ours) != sorted(left):
-            return [f"remaining gradients of {name}: {sorted(ours)}, expected {sorted(left)}"]
+            return [f"remaining gradients {sorted(ours)}, expected {sorted(left)}"]
         return [f"{path}: its remaining gradient is another object" for path in ours if ours[path] is not left[path]]
 
     def _photograph(self) -> dict[str, Bits | None]:
@@ -491,19 +741,33 @@ class _Rank:
         return values
 
 
+class _World:
+    """A communicator and the subgroups that examples asked for; each is made once, by all ranks."""
+
+    def __init__(self, comm: sr.Communicator) -> None:
+        self.comm = comm
+        self._subgroups: dict[tuple[int, ...], sr.Communicator | None] = {}
+
+    def subgroup(self, ranks: tuple[int, ...]) -> sr.Communicator | None:
+        """This rank's side of the group of `ranks`, None outside of it; the whole world is the communicator itself."""
+        if ranks == tuple(range(self.comm.world_size)):
+            return self.comm
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = self.comm.subgroup(ranks)
+        return self._subgroups[ranks]
+
+
 def serve(comm: sr.Communicator, folder: str) -> int:
     """The body of a rank that runs examples until it is told to stop; returns how many. Ends after an error."""
-    subgroups: dict[tuple[int, ...], sr.Communicator | None] = {tuple(range(comm.world_size)): comm}
-
-    def subgroup(ranks: tuple[int, ...]) -> sr.Communicator | None:
-        return subgroups[ranks]
-
+    world = _World(comm)
+    # torch says so once per process where the gradient of a non-contiguous parameter is contiguous; it is right to be.
+    warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
     with connection.Client(str(Path(folder) / str(comm.rank)), family="AF_UNIX") as pipe:
         mark("connected")
         done = 0
         while order := pipe.recv_bytes():
             try:
-                report = _Rank(subgroup, comm.rank, pickle.loads(order)).run()
+                report = _Rank(world, pickle.loads(order)).run()
             except Exception:
                 report = RankReport(error=traceback.format_exc())
             pipe.send_bytes(pickle.dumps(report))
@@ -573,244 +837,3 @@ class Worlds:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"")
         stack.close()
-
-
-# ---- against the reference ----------------------------------------------------------------------------------------
-
-
-class _Replica:
-    """The reference's side of one session in one group."""
-
-    def __init__(self, example: Example, session: Session, group: tuple[int, ...]) -> None:
-        self.session = session
-        self.group = group
-        params = [param for param in example.params if param.session == session.name]
-        root = dict(build_model(example, group[0]).named_parameters(remove_duplicate=False))
-        self.names = {param.names[0]: param.names for param in params}
-        self.parameters = {path: root[path] for path in self.names}
-        for parameter in self.parameters.values():
-            # A session equals the contiguous twin (C095): fused kernels walk memory, and treat the end of it otherwise.
-            parameter.data = parameter.data.contiguous()
-        self.paths = [param.names[0] for param in params if param.trainable]
-        options = self._options_by_path()
-        defaults = dict(session.options)
-        if defaults.get("fused") is None:
-            defaults["fused"] = True  # torch has it for all three on a CPU, and shardrun takes it where torch has it
-        self.exact = PlainTorch(
-            self.parameters,
-            CLASSES[session.optimizer],
-            options=options,
-            master_weights=session.masters,
-            **defaults,
-        )
-        trained = {path: self.parameters[path] for path in self.paths}
-        self.half = any(p.dtype != torch.float32 for p in trained.values()) and not session.masters
-        self.twin = Float64Twin(
-            trained,
-            session.optimizer,
-            groups=options,
-            cancelled=0.1 if self.half else 1e-4,
-            **session.options,
-        )
-
-    def _options_by_path(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for path, names in self.names.items():
-            for inside, own, scale in self.session.option_groups:
-                if {*inside} & {*names}:
-                    found[path] = {**own, "lr_scale": scale}
-                    break
-        return found
-
-
-def local_gradients(example: Example, number: int, rank: int) -> dict[str, Tensor | None]:
-    """What plain torch leaves in float32 after the micro-batches of a window, by path (both paths of a tie)."""
-    model = build_model(example, rank)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for parameter in named.values():
-        parameter.grad_dtype = torch.float32
-    for index in range(len(example.windows[number].micro_batches[rank])):
-        push(model, micro_batch(example, number, rank, index))
-    return {path: parameter.grad for path, parameter in named.items()}
-
-
-def differences(example: Example, reports: Sequence[RankReport]) -> list[str]:
-    """Where the ranks disagree with the reference; empty when every bit, refusal and figure is as it must be."""
-    errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error is not None]
-    if errors:
-        return errors
-    replicas = [_Replica(example, session, g) for session in example.sessions for g in example.groups(session)]
-    units = [replicas] if example.together else [[replica] for replica in replicas]
-    for number, window in enumerate(example.windows):
-        gradients = [local_gradients(example, number, rank) for rank in range(example.world_size)]
-        told = [report.windows[number] for report in reports]
-        problems = [problem for unit in units for problem in _unit(example, window, unit, gradients, told)]
-        problems += _values(example, replicas, told)
-        if problems:
-            return [f"window {number}: {problem}" for problem in problems]
-    return [problem for replica in replicas for problem in _state(replica, reports)]
-
-
-def _unit(
-    example: Example,
-    window: Window,
-    unit: Sequence[_Replica],
-    gradients: Sequence[Mapping[str, Tensor | None]],
-    told: Sequence[Told],
-) -> list[str]:
-    """One step of the sessions that take it together: the verdict, the figures, and the update of the reference."""
-    parts = []
-    for replica in unit:
-        scale = (lambda w: w) if replica.session.mode == "mean" else (lambda w: int(w > 0))
-        parts.append(
-            Part(
-                replica.paths,
-                replica.session.mode,
-                {rank: Share(scale(window.weight(rank)), gradients[rank]) for rank in replica.group},
-            )
-        )
-    ranks = sorted({rank for replica in unit for rank in replica.group})
-    denominator = sum(window.weight(rank) for rank in (range(example.world_size) if example.together else ranks))
-    strict, verdict = judge(parts, window.missing, denominator), judge(parts, "zero", denominator)
-    refusals = [Verdict("nonsense", ((ranks[0], "learning rate"),), (), (), ())] if window.refused_first else []
-    refusals += [strict] if strict.refusal == "missing" else []
-    refusals += [verdict] if verdict.refusal is not None else []
-    problems = [
-        f"rank {rank}: {problem}"
-        for rank in ranks
-        for problem in [*_refused(told[rank], refusals), *told[rank].problems]
-    ]
-    if verdict.refusal is not None:
-        if any(told[rank].results is not None for rank in ranks):
-            problems.append(f"stepped, although the window is {verdict.refusal}")
-        return problems
-    norm = _update(unit, parts, verdict, window)
-    for rank in ranks:
-        problems += [f"rank {rank}: {p}" for p in _figures(unit, rank, verdict, window, norm, told[rank])]
-    return problems
-
-
-def _update(unit: Sequence[_Replica], parts: Sequence[Part], verdict: Verdict, window: Window) -> float:
-    sums = [part.sums() for part in parts]
-    terms = {"lr": window.lr, "max_grad_norm": window.max_grad_norm}
-    for replica, part, divisor in zip(unit, parts, verdict.divisors, strict=True):
-        replica.twin.note_magnitudes(part.magnitudes(), divisor)
-    joint_step([replica.twin for replica in unit], sums, verdict.divisors, **terms)
-    return joint_step([replica.exact for replica in unit], sums, verdict.divisors, **terms)
-
-
-_KINDS = {
-    "nonsense": "StepRefused",
-    "missing": "StepRefused",
-    "empty": "EmptyWindowError",
-    "non-finite": "NonFiniteError",
-}
-
-
-def _refused(told: Told, expected: Sequence[Verdict]) -> list[str]:
-    kinds, wanted = [attempt.kind for attempt in told.refusals], [_KINDS[str(v.refusal)] for v in expected]
-    if kinds != wanted:
-        return [f"refused as {[(a.kind, a.message) for a in told.refusals]}, expected {wanted}"]
-    problems = []
-    for attempt, verdict in zip(told.refusals, expected, strict=True):
-        if attempt.changed:
-            problems.append(f"a refused step changed {attempt.changed}: {attempt.message}")
-        if verdict.blamed and not any(_names(attempt.message, rank, path) for rank, path in verdict.blamed):
-            problems.append(f"{attempt.message!r} blames none of {verdict.blamed}")
-    return problems
-
-
-def _names(message: str, rank: int, path: str) -> bool:
-    """Whether the message says that `rank` (or every rank) is wrong about `path`."""
-    return path in message and (f"rank {rank}" in message or "no rank has a gradient" in message)
-
-
-def _figures(
-    unit: Sequence[_Replica], rank: int, verdict: Verdict, window: Window, norm: float, told: Told
-) -> list[str]:
-    if told.results is None:
-        return ["did not step"]
-    problems = []
-    for replica, weight, absent in zip(unit, verdict.global_weights, verdict.absent, strict=True):
-        if rank not in replica.group:
-            continue
-        got_weight, got_norm, got_absent = told.results[replica.session.name]
-        if got_weight != weight:
-            problems.append(f"{replica.session.name}: global weight {got_weight}, expected {weight}")
-        if sorted(got_absent) != sorted(absent):
-            problems.append(f"{replica.session.name}: absent {got_absent}, expected {absent}")
-        if (got_norm is None) != (window.max_grad_norm is None):
-            problems.append(f"{replica.session.name}: norm {got_norm}, max_grad_norm {window.max_grad_norm}")
-        if got_norm is not None and not abs(got_norm - norm) <= 1e-12 * norm:
-            problems.append(f"{replica.session.name}: norm {got_norm!r}, expected {norm!r}")
-    return problems
-
-
-def _values(example: Example, replicas: Sequence[_Replica], told: Sequence[Told]) -> list[str]:
-    """Every parameter of every rank: the bits of plain torch, and close to float64; unselected ones are untouched."""
-    problems = []
-    for rank in range(example.world_size):
-        expected = {path: bits(p) for path, p in build_model(example, rank).named_parameters(remove_duplicate=False)}
-        for replica in replicas:
-            if rank in replica.group:
-                for path, names in replica.names.items():
-                    expected |= dict.fromkeys(names, bits(replica.parameters[path]))
-        for path, want in expected.items():
-            if told[rank].parameters[path] != want:
-                problems.append(f"rank {rank}: {path}: {first_difference(told[rank].parameters[path], want)}")
-    for replica in replicas:
-        for path in replica.paths:
-            got = tensor_of(told[replica.group[0]].parameters[path])
-            problems += _far(replica, path, got)
-    return problems
-
-
-def _far(replica: _Replica, path: str, got: Tensor) -> list[str]:
-    """What float32 (or 16-bit parameters) cannot explain of the distance to the float64 twin."""
-    want, travelled = replica.twin.parameters[path], replica.twin.travelled[path]
-    allowed = 1e-6 * want.abs() + 1e-4 * travelled.max() + 1e-9
-    if got.dtype != torch.float32:
-        allowed = allowed + 2.0**-8 * want.abs()
-    if replica.half:
-        allowed = allowed + 0.1 * travelled.max() + 2.0**-6 * want.abs()
-    far = ((got.double() - want).abs() > allowed) & ~replica.twin.fragile[path]
-    if not bool(far.any()):
-        return []
-    index = int(far.flatten().nonzero()[0])
-    return [f"{path}: element {index} is {got.flatten()[index].item()!r}, float64 {want.flatten()[index].item()!r}"]
-
-
-def _state(replica: _Replica, reports: Sequence[RankReport]) -> list[str]:
-    """Optimizer state, put together from the records of all members, against plain torch's."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    for rank in replica.group:
-        fragments, tensors = reports[rank].state[replica.session.name]
-        for name, held in tensors.items():
-            pieces.setdefault(name, []).append((fragments[name.rpartition("/")[0]][0], tensor_of(held)))
-    got = {}
-    for name, parts in pieces.items():
-        tensors_in_order = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
-        got[name] = tensors_in_order[0] if tensors_in_order[0].dim() == 0 else torch.cat(tensors_in_order)
-    problems = []
-    steps = replica.twin.steps
-    for path, keys in replica.exact.state().items():
-        ours = {name.rpartition("/")[2]: value for name, value in got.items() if name.rpartition("/")[0] == path}
-        problems += [f"state {path}/{key} is missing" for key in keys if key not in ours]
-        for key, value in ours.items():
-            if key not in keys and steps[path] == 0:
-                if key == "step" and value.item() != 0:
-                    problems.append(f"state {path}/step is {value.item()}, but it never took one")
-                continue
-            want = keys.get(key, torch.zeros_like(value)).contiguous().reshape(value.shape)
-            if bits(value) != bits(want):
-                problems.append(f"state {path}/{key}: {first_difference(bits(value), bits(want))}")
-    return problems
-
-
-def first_difference(got: Bits, want: Bits) -> str:
-    """In words."""
-    if got[:2] != want[:2]:
-        return f"{got[:2]}, expected {want[:2]}"
-    one, other = tensor_of(got).flatten(), tensor_of(want).flatten()
-    index = int((one != other).nonzero()[0]) if bool((one != other).any()) else 0
-    return f"element {index} of {one.numel()} is {one[index].item()!r}, expected {other[index].item()!r}"

@@ -179,15 +179,19 @@ def joint_step(
     sums: Sequence[Gradients],
     divisors: Sequence[int | None],
     *,
-    lr: float | None = None,
+    lr: float | Sequence[float | None] | None = None,
     max_grad_norm: float | None = None,
 ) -> float:
-    """One update of several sessions, clipped by one norm in which every element counts once; returns the norm."""
+    """One update of several sessions, clipped by one norm in which every element counts once; returns the norm.
+
+    `lr`: the base rate of this step, of all or of each; None: the one that a twin was made with.
+    """
+    rates = lr if isinstance(lr, Sequence) else [lr] * len(twins)
     reduced = [twin.reduced(own, by) for twin, own, by in zip(twins, sums, divisors, strict=True)]
     norm = exact_norm(grad for gradients in reduced for grad in gradients.values())
     coefficient = 1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm)
-    for twin, gradients in zip(twins, reduced, strict=True):
-        twin.update(gradients, coefficient, lr)
+    for twin, gradients, rate in zip(twins, reduced, rates, strict=True):
+        twin.update(gradients, coefficient, rate)
     return norm
 
 
