@@ -59,22 +59,22 @@ class Meeting:
     def await_all(self, point: str) -> None:
         """Come to `point` and wait for the others; every rank must call it."""
         self.come(point)
-        for _ in self.naps(lambda: self.absent(point)):
+        for _ in self.naps(lambda: self.too_late(point)):
             if self.all_have_come(point):
                 return
 
-    def absent(self, point: str) -> list[int]:
-        """The other ranks that have not come to `point`."""
+    def too_late(self, point: str) -> CommunicatorError:
+        """The error of a rank that has waited in vain at `point`."""
         others = (rank for rank in range(self.config.world_size) if rank != self.config.rank)
-        return [rank for rank in others if not self.store.check([f"{point}/{rank}"])]
+        return _not_come(self.config, [r for r in others if not self.store.check([f"{point}/{r}"])], self.place)
 
-    def naps(self, absent: Callable[[], list[int]]) -> Iterator[None]:
-        """Turns to look again, further and further apart; raises at the deadline, naming the `absent` ranks."""
+    def naps(self, too_late: Callable[[], CommunicatorError]) -> Iterator[None]:
+        """Turns to look again, further and further apart; raises what `too_late` says at the deadline."""
         nap = 0.001
         while True:
             yield
             if time.monotonic() > self._deadline:
-                raise _not_come(self.config, absent(), self.place)
+                raise too_late()
             time.sleep(nap)
             nap = min(1.5 * nap, _LATEST_NAP_S * (1 + self.config.world_size / 64))
 
@@ -109,7 +109,7 @@ def _host(meeting: Meeting) -> None:
     meeting.store = PrefixStore(world, outer)
     meeting.come("in")
     shown: dict[str, str] | None = None
-    for _ in meeting.naps(lambda: meeting.absent("in")):
+    for _ in meeting.naps(lambda: meeting.too_late("in")):
         if shown is not None and _page(outer).get("world") != world:
             raise _twice(meeting)
         hellos = {str(rank): _hello(config.run_id, rank) for rank in range(1, config.world_size)}
@@ -127,15 +127,20 @@ def _enter(meeting: Meeting) -> None:
     _refuse_another_run(meeting, _page(outer))
     token = secrets.token_hex(8)
     outer.set(_hello(config.run_id, config.rank), token)
-    for _ in meeting.naps(lambda: [0]):
+    for _ in meeting.naps(lambda: _left_standing(meeting, _page(outer))):
         page = _page(outer)
         _refuse_another_run(meeting, page)
-        if page.get("tokens", {}).get(str(config.rank)) == token:
-            meeting.store = PrefixStore(page["world"], outer)
+        if not page:
+            continue
+        meeting.store = PrefixStore(page["world"], outer)
+        if page["tokens"].get(str(config.rank)) == token:
             break
+        # A page that ends with rank 0 is not yesterday's: this world is complete, and without this process.
+        if meeting.keeper is not None and meeting.all_have_come("in"):
+            raise _twice(meeting)
     if meeting.come("in") > 1:
         raise _twice(meeting)
-    for _ in meeting.naps(lambda: meeting.absent("in")):
+    for _ in meeting.naps(lambda: meeting.too_late("in")):
         if meeting.all_have_come("in"):
             return
 
@@ -165,6 +170,17 @@ def _twice(meeting: Meeting) -> LaunchError:
     config = meeting.config
     return LaunchError(
         f"another process is rank {config.rank} of run {config.run_id!r} at {meeting.place}; every rank is started once"
+    )
+
+
+def _left_standing(meeting: Meeting, page: dict[str, Any]) -> CommunicatorError:
+    """The error of a rank that rank 0 has not taken in."""
+    config = meeting.config
+    if not page:
+        return _not_come(config, [0], meeting.place)
+    return CommunicatorError(
+        f"rank 0 of run {config.run_id!r} at {meeting.place} has not taken in rank {config.rank} within "
+        f"{config.init_timeout_s:.0f} s: it has gone, or another process was rank {config.rank} before"
     )
 
 
