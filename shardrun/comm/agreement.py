@@ -17,11 +17,12 @@ from shardrun.comm.group import Group
 from shardrun.comm.world_state import WorldState
 from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError, by_all
 
-# Every comparison travels as one int64 vector of this length, whatever the operation, so that ranks that call
-# different operations still meet in the same collective and can tell each other.
+# Every round of integers is one int64 vector of this length that begins with the fingerprint of the call, whatever the
+# operation, so that ranks that call different operations still meet in the same collective and can tell each other.
 MAX_COMPARED = 3
 MAX_SUMS = 8
-_ROUND = MAX_SUMS + (1 + MAX_COMPARED) * INTEGERS
+MAX_INTEGERS = 32
+_ROUND = INTEGERS + MAX_INTEGERS
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,11 @@ class Agreement:
         if self.world_size == 1:
             return Comparison(list(sums), frozenset())
         call = f"{operation}: {detail}" if detail else operation
-        hashed = [number for text in (call, *items.values()) for number in integers(text)]
-        total = self._sum_round([*sums, *[0] * (MAX_SUMS - len(sums)), *hashed], call)
-        places = range(MAX_SUMS, MAX_SUMS + len(hashed), INTEGERS)
+        hashed = [number for text in items.values() for number in integers(text)]
+        total = self._sum_round(call, [*sums, *hashed])
+        places = range(len(sums), len(total), INTEGERS)
         same = [all_equal(total[place : place + INTEGERS], self.world_size) for place in places]
-        if not same[0]:
-            calls = self._texts(call)
-            raise by_all(
-                CallMismatch(
-                    "the ranks are in different operations and nothing was sent: "
-                    + "; ".join(f"{self._group.named(rank)} in {text}" for rank, text in enumerate(calls))
-                )
-            )
-        differing = (name for name, equal in zip(items, same[1:], strict=True) if not equal)
+        differing = (name for name, equal in zip(items, same, strict=True) if not equal)
         return Comparison(total[: len(sums)], frozenset(differing))
 
     def agree(self, tag: str, value: Any = None, error: Exception | None = None) -> list[Any]:
@@ -113,17 +106,16 @@ class Agreement:
         self.require_open()
         if self.world_size == 1:
             return
-        ballot = torch.ones(1, dtype=torch.int64)
-        with self._guard("vote", ballot):
-            dist.all_reduce(ballot, group=self._group.handle)
-            yes = int(ballot.item())
-            if yes != self.world_size:
-                raise CommunicatorError(f"{yes} of {self.world_size} ranks{self._group.suffix} voted for the commit")
+        try:
+            self._sum_round("vote", [1], total=self.world_size)
+        except CallMismatch as error:
+            error.agreed = False  # whoever was elsewhere did not vote: no refusal, but the failure of a vote
+            raise
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sum a handful (at most 32) of int64 over ranks; the caller has agreed on the call beforehand."""
+        """Sum a handful (at most 32) of int64 over ranks; CallMismatch on all if a rank is in another operation."""
         self.require_open()
-        return list(values) if self.world_size == 1 else self._sum_round(values)[: len(values)]
+        return list(values) if self.world_size == 1 else self._sum_round("sum of integers", values)
 
     # ---- raw rounds --------------------------------------------------------------------------------------------
 
@@ -132,13 +124,28 @@ class Agreement:
     ) -> AbstractContextManager[None]:
         return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint, ranks=ranks)
 
-    def _sum_round(self, values: Sequence[int], fingerprint: str = "") -> list[int]:
+    def _sum_round(self, call: str, values: Sequence[int], total: int | None = None) -> list[int]:
+        """`values` summed over ranks that are all in `call`; CallMismatch on all ranks otherwise.
+
+        `total`: what the first sum has to be, or else the round has failed.
+        """
+        assert len(values) <= MAX_INTEGERS
         vector = torch.zeros(_ROUND, dtype=torch.int64)
-        vector[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
-        with self._guard("agreement", vector, fingerprint=fingerprint):
+        counted = f"{call}, {len(values)} values"
+        vector[: INTEGERS + len(values)] = torch.tensor([*integers(counted), *values], dtype=torch.int64)
+        with self._guard("agreement" if total is None else call, vector, fingerprint=call):
             dist.all_reduce(vector, group=self._group.handle)
-        result: list[int] = vector.tolist()
-        return result
+            found: list[int] = vector.tolist()
+            same = all_equal(found[:INTEGERS], self.world_size)
+            if same and total not in (None, found[INTEGERS]):
+                raise CommunicatorError(
+                    f"{found[INTEGERS]} of {total} ranks{self._group.suffix} said yes in the {call}"
+                )
+        if same:
+            return found[INTEGERS : INTEGERS + len(values)]
+        calls = self._texts(call)
+        told = "; ".join(f"{self._group.named(rank)} in {text}" for rank, text in enumerate(calls))
+        raise by_all(CallMismatch(f"the ranks are in different operations and nothing was sent: {told}"))
 
     def _texts(self, text: str) -> list[str]:
         raw = text.encode()

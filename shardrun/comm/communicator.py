@@ -263,33 +263,59 @@ class Communicator(Agreement):
             raw.copy_(wire)
 
     def reduce_slice(
-        self, bucket: Tensor, out: Tensor, *, splits: Sequence[int] | None = None, contributes: bool = True
+        self,
+        bucket: Tensor,
+        out: Tensor,
+        *,
+        splits: Sequence[int] | None = None,
+        contributes: bool = True,
+        agreed: bool = False,
     ) -> None:
         """Sum `bucket` (sum(splits),) float32 over ranks, this rank's slice to `out` (splits[rank],).
 
         `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. `bucket` is not written.
-        The caller has agreed on sizes, dtype and order beforehand. A rank that does not contribute counts as zeros.
+        A rank that does not contribute counts as zeros. `agreed`: the ranks have already compared sizes, dtypes and
+        order of this and every other exchange of slices that follows.
         """
         if self.world_size == 1:
             self.require_open()
             slice_sizes(bucket, out, splits, self._group)
             out.copy_(bucket)
             return
+        if not agreed:
+            self._compare_slices("reduce", bucket, out, splits)
         with self._guard("reduce", bucket, out, self._seam):
             sizes = slice_sizes(bucket, out, splits, self._group)
             self._seam.reduce(bucket, out, sizes, contributes=contributes)
 
-    def gather_slices(self, bucket: Tensor, own: Tensor, *, splits: Sequence[int] | None = None) -> None:
+    def gather_slices(
+        self, bucket: Tensor, own: Tensor, *, splits: Sequence[int] | None = None, agreed: bool = False
+    ) -> None:
         """Write every rank's `own` (splits[rank],) into its slice of `bucket` (sum(splits),).
 
-        `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. The caller has agreed on
-        sizes, dtype and order beforehand.
+        `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. `agreed` as in
+        reduce_slice.
         """
         if self.world_size == 1:
             self.require_open()
             slice_sizes(bucket, own, splits, self._group)
             bucket.copy_(own)
             return
+        if not agreed:
+            self._compare_slices("gather", bucket, own, splits)
         seam = self._control if bucket.device.type == "cpu" else self._seam
         with self._guard("gather", bucket, own, seam):
             seam.gather(bucket, own, slice_sizes(bucket, own, splits, self._group))
+
+    def _compare_slices(self, operation: str, bucket: Tensor, own: Tensor, splits: Sequence[int] | None) -> None:
+        """Refuse on all ranks what differs between them, or cannot be meant on any."""
+        problem = None
+        detail = f"{bucket.numel()} of {bucket.dtype} in slices that do not fit"
+        try:
+            sizes = slice_sizes(bucket, own, splits, self._group)
+            detail = f"{bucket.numel()} of {bucket.dtype} in slices of {','.join(map(str, sizes))}"
+        except UsageError as error:
+            problem = error
+        self.compare(operation, detail)
+        if problem is not None:
+            raise by_all(problem)

@@ -9,7 +9,7 @@
            stop  rank R [for T s] WHERE          SIGSTOP, and SIGCONT after a time if one is given
            kill  rank R WHERE                    SIGKILL
            lie   rank R about fingerprint WHERE  the next comparison is told of another call
-           lie   rank R about vote WHERE         the next all-reduce is given zeros: a no, if it is the vote
+           lie   rank R about vote WHERE         the next all-reduce has 0 for its first number: a no, if it is the vote
            lie   rank R about parameter [PATH] WHERE    one bit of its first element is flipped, on this rank alone
     WHERE  at PLACE, or T s after PLACE (stop and kill; the rank goes on meanwhile) [of step S | of every step]
     PLACE  PHASE (where it begins), PHASE:N (its N-th collective), collective K (the K-th, of the step if one is named)
@@ -179,7 +179,6 @@ def _falsify_next(about: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardrun.comm.agreement import MAX_SUMS
     from shardrun.comm.fingerprint import INTEGERS, integers
 
     honest = dist.all_reduce
@@ -187,9 +186,9 @@ def _falsify_next(about: str) -> None:
     def lying(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
         dist.all_reduce = honest
         if about == "vote":
-            tensor.zero_()
+            tensor[INTEGERS] = 0
         else:
-            tensor[MAX_SUMS : MAX_SUMS + INTEGERS] = torch.tensor(integers("a call that nobody makes"))
+            tensor[:INTEGERS] = torch.tensor(integers("a call that nobody makes"))
         return honest(tensor, *args, **kwargs)
 
     dist.all_reduce = lying

@@ -62,7 +62,7 @@ def sum_over_ranks(comm: Communicator, tag: str, loss: float, counts: Sequence[i
     sums = comm.compare(f"log of {tag}", "", sums=counts).sums
     own = torch.tensor([loss], dtype=torch.float64, device=comm.device)
     every = own.new_empty(comm.world_size)
-    comm.gather_slices(every, own)
+    comm.gather_slices(every, own, agreed=True)
     total = 0.0
     for part in every.tolist():
         total += part

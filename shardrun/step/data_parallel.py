@@ -146,7 +146,7 @@ class WholeGradients:
         self.flat.zero_absent(pending.present)
         self._reduced = [torch.empty_like(bucket.grad[bucket.own]) for bucket in self.flat.buckets]
         for bucket, reduced in reversed(list(zip(self.flat.buckets, self._reduced, strict=True))):
-            self.comm.reduce_slice(bucket.grad, reduced, contributes=window.contributes)
+            self.comm.reduce_slice(bucket.grad, reduced, contributes=window.contributes, agreed=True)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32."""
@@ -167,7 +167,7 @@ class WholeGradients:
         """All ranks' slices into new memory: whole reduced gradients, each in the memory order of its parameter."""
         results = [r.new_empty(b.grad.numel()) for b, r in zip(self.flat.buckets, self._reduced, strict=True)]
         for result, reduced in zip(results, self._reduced, strict=True):
-            self.comm.gather_slices(result, reduced)
+            self.comm.gather_slices(result, reduced, agreed=True)
         self._whole = {
             held.path: like_parameter(held, result[at : at + held.grad.numel()].view(held.grad.shape))
             for bucket, result in zip(self.flat.buckets, results, strict=True)

@@ -182,8 +182,9 @@ class SelectedZero1(ShardedOptimizer):
         """Sum over ranks in FP32: this rank receives the tensors that it owns. Pending gradients are not written."""
         self.flat.gradients.zero_absent(pending.present)
         for s in reversed(self.slices):  # the order in which backward finishes them
-            splits = s.bucket.splits
-            self.comm.reduce_slice(s.bucket.grad, s.reduced, splits=splits, contributes=window.contributes)
+            self.comm.reduce_slice(
+                s.bucket.grad, s.reduced, splits=s.bucket.splits, contributes=window.contributes, agreed=True
+            )
 
     def normalise(self, divisor: int | None) -> None:
         """Divide once by the exact weight, in FP32; round to the parameters' dtype if asked for."""
@@ -202,7 +203,7 @@ class SelectedZero1(ShardedOptimizer):
         """All owners' new tensors into staging, on the memory of the pending gradients. A world of one skips it."""
         for s in self.slices:
             if s.proposed is not None:
-                self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits)
+                self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits, agreed=True)
 
     # vote: one for all sessions of the step
 

@@ -111,7 +111,7 @@ class SelectedZero2(ShardedOptimizer):
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         self.flat.gradients.zero_absent(pending.present)
         for s in reversed(self.slices):  # the order in which backward finishes them
-            self.comm.reduce_slice(s.bucket.grad, s.reduced, contributes=window.contributes)
+            self.comm.reduce_slice(s.bucket.grad, s.reduced, contributes=window.contributes, agreed=True)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
@@ -130,7 +130,7 @@ class SelectedZero2(ShardedOptimizer):
         """All ranks' new slices into staging, on the memory of the pending gradients. A world of one skips it."""
         for s in self.slices:
             if s.proposed is not None:
-                self.comm.gather_slices(s.bucket.staging, s.proposed)
+                self.comm.gather_slices(s.bucket.staging, s.proposed, agreed=True)
 
     # vote: one for all sessions of the step
 
