@@ -72,6 +72,7 @@ class LastWords:
         self._store = store
         self._keeper = keeper
         self._lost = ""
+        self._readers = [*self._others()]
 
     def leave(self, word: Word) -> None:
         """Write `word`; a store that cannot take it loses it."""
@@ -91,15 +92,18 @@ class LastWords:
                 break
             time.sleep(_POLL_S)
         self._ask(lambda: self._store.set(f"heard/{self.rank}", "1"))
+        self._readers = [*heard]  # who says nothing does not read either
         return heard
 
     def linger(self) -> None:
-        """Let the others read: the store ends with the process of rank 0."""
+        """Let the others read, those that have left a word if this rank has listened: the store ends with rank 0."""
         if self.rank != 0 or self._keeper is None:
             return
         deadline = time.monotonic() + _LINGER_S
-        keys = [f"heard/{rank}" for rank in self._others()]
-        while not self._lost and time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys)):
+        keys = [f"heard/{rank}" for rank in self._readers]
+        while (
+            keys and not self._lost and time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys))
+        ):
             time.sleep(_POLL_S)
 
     @property

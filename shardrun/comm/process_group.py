@@ -60,7 +60,7 @@ def open_process_group(config: CommunicatorConfig) -> tuple[Meeting, DeviceWatch
         watch = DeviceWatch(NcclBackend(device_id, written), written)
         torch.cuda.set_device(device_id)
     meeting = meet(config)
-    atexit.register(close_process_group)  # a process that ends with open gloo connections aborts
+    atexit.register(close_process_groups, watch)  # a process that ends with open gloo connections aborts
     try:
         dist.init_process_group(
             _backends(config.backend),
@@ -109,20 +109,28 @@ def _backends(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # see [Note: control plane]
 
 
-def close_process_group() -> None:
-    """Close the connections of all groups; peers that wait for this rank are freed at once, see [Note: letting go]."""
-    if dist.is_initialized():
+def close_process_groups(watch: DeviceWatch | None, *, dump: bool = False) -> str:
+    """Close the connections of all groups; peers that wait for this rank are freed at once, see [Note: letting go].
+
+    With a device its collectives are aborted after that, and before that written down if `dump`; returns what could not
+    be done in time.
+    """
+    if not dist.is_initialized():
+        return ""
+    if watch is None:
         dist.destroy_process_group()
+        return ""
+    watch.take_over()
+    forget_process_groups()
+    return watch.abort(dump=dump)
 
 
 def forget_process_groups() -> None:
-    """As close_process_group, but without torch's `shutdown`, which on NCCL waits for the device.
+    """As torch's destroy_process_group, but without its `shutdown`, which on NCCL waits for the device.
 
     What is left of the groups is freed with its last owner: gloo closes its connections at once. The owner of NCCL's
     part has taken it over before.
     """
-    if not dist.is_initialized():
-        return
     world = c10d._world
     c10d._update_default_pg(None)
     for known in (

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardrun.comm.config import CommunicatorConfig
-from shardrun.comm.group import listed
+from shardrun.comm.store import not_come, open_store
 from shardrun.errors import CommunicatorError, LaunchError
 
 _PAGE = "shardrun/world"
-_RECALL_S = 0.2  # a knock at a door that is not open yet
 _LATEST_NAP_S = 0.02  # of a small world; grows with it, so that the store of a large one is not drowned
 
 
@@ -66,7 +63,7 @@ class Meeting:
     def too_late(self, point: str) -> CommunicatorError:
         """The error of a rank that has waited in vain at `point`."""
         others = (rank for rank in range(self.config.world_size) if rank != self.config.rank)
-        return _not_come(self.config, [r for r in others if not self.store.check([f"{point}/{r}"])], self.place)
+        return not_come(self.config, [r for r in others if not self.store.check([f"{point}/{r}"])], self.place)
 
     def naps(self, too_late: Callable[[], CommunicatorError]) -> Iterator[None]:
         """Turns to look again, further and further apart; raises what `too_late` says at the deadline."""
@@ -87,7 +84,7 @@ def meet(config: CommunicatorConfig) -> Meeting:
     """
     deadline = time.monotonic() + config.init_timeout_s
     place = str(config.init_file) if config.init_file is not None else f"{config.master_addr}:{config.master_port}"
-    store = _open_store(config, place, deadline)
+    store = open_store(config, place, deadline)
     store.set_timeout(timedelta(seconds=config.init_timeout_s))
     meeting = Meeting(config, store, place, deadline)
     try:
@@ -177,78 +174,8 @@ def _left_standing(meeting: Meeting, page: dict[str, Any]) -> CommunicatorError:
     """The error of a rank that rank 0 has not taken in."""
     config = meeting.config
     if not page:
-        return _not_come(config, [0], meeting.place)
+        return not_come(config, [0], meeting.place)
     return CommunicatorError(
         f"rank 0 of run {config.run_id!r} at {meeting.place} has not taken in rank {config.rank} within "
         f"{config.init_timeout_s:.0f} s: it has gone, or another process was rank {config.rank} before"
     )
-
-
-def _not_come(config: CommunicatorConfig, absent: list[int], place: str) -> CommunicatorError:
-    who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {listed(absent)} have"
-    return CommunicatorError(
-        f"{who} not come to the rendezvous at {place} within {config.init_timeout_s:.0f} s (rank {config.rank} of "
-        f"{config.world_size} waited); see the logs of those ranks, or give more time by init_timeout_s"
-    )
-
-
-# ---- the store ---------------------------------------------------------------------------------------------------
-
-
-def _open_store(config: CommunicatorConfig, place: str, deadline: float) -> Store:
-    if config.init_file is not None:
-        return FileStore(str(config.init_file), config.world_size)
-    assert config.master_port is not None  # checked by the config
-    is_master = config.rank == 0 and not config.agent_store
-    listen_fd = None
-    if is_master:
-        # TCPStore listens on all addresses even when given 127.0.0.1; a socket that is already bound restricts it.
-        listen_fd = config.store_fd if config.store_fd is not None else listening_socket(config)
-    else:
-        _knock(config, place, deadline)
-    try:
-        return TCPStore(
-            config.master_addr,
-            config.master_port,
-            config.world_size,
-            is_master=is_master,
-            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-    except RuntimeError as error:
-        raise CommunicatorError(
-            f"the store of the rendezvous at {place} does not answer rank {config.rank}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def listening_socket(config: CommunicatorConfig) -> int:
-    """A descriptor that listens on the address of the rendezvous and on no other."""
-    address = (config.master_addr, config.master_port)
-    try:
-        family, _, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-        return listener.detach()
-    except OSError as error:
-        raise LaunchError(
-            f"the store of the rendezvous cannot listen on {address[0]}:{address[1]}: {error.strerror}; "
-            "another run may have the port, or the address is not one of this machine"
-        ) from error
-
-
-def _knock(config: CommunicatorConfig, place: str, deadline: float) -> None:
-    """Wait until the store listens: torch's client would fill the screen with its tries."""
-    while True:
-        with suppress(OSError):
-            socket.create_connection((config.master_addr, config.master_port or 0), 5.0).close()
-            return
-        if time.monotonic() > deadline:
-            raise _not_come(config, [0], place)
-        time.sleep(_RECALL_S)

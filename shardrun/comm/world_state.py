@@ -19,7 +19,7 @@ from shardrun.comm.device import DeviceWatch
 from shardrun.comm.group import Group
 from shardrun.comm.history import Call, History
 from shardrun.comm.last_words import Findings, Kind, LastWords, Word, find
-from shardrun.comm.process_group import close_process_group, forget_process_groups, set_group_timeout
+from shardrun.comm.process_group import close_process_groups, set_group_timeout
 from shardrun.errors import CommunicatorError, ShardrunError
 
 Observer = Callable[[str, int], None]
@@ -173,13 +173,7 @@ class WorldState:
             return
         for group in self._groups:
             group.release()
-        if self.device is None:
-            close_process_group()
-            return
-        # torch's way of closing waits for the device, and so perhaps for ever. Peers that wait here are freed first.
-        self.device.take_over()
-        forget_process_groups()
-        if problem := self.device.abort(dump=failure.kind != "failed"):
+        if problem := close_process_groups(self.device, dump=failure.kind != "failed"):
             self.failure = replace(failure, cause=f"{failure.cause}; {problem}")
 
     def _word(self, kind: Kind, call: Call | None, text: str) -> Word:
