@@ -175,8 +175,8 @@ def _policies(comm: sr.Communicator) -> dict[str, Any]:
         ),
         "other call": lambda: session.reduce(local_weight=2, missing="zero") if on_root else comm.agree("else", 1),
     }
-    push(model, shown)
-    session.sum(local_active=True, missing="zero")
+    push(model, {path: torch.full(p.shape, 7.0) for path, p in model.named_parameters()})
+    session.sum(local_active=True)  # what it leaves behind must not pass for a later window's gradient
     model.zero_grad()
     push(model, shown)
     refused = {name: attempt(comm, call, lambda: snapshot(model)) for name, call in attempts.items()}
