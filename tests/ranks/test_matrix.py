@@ -119,7 +119,7 @@ _FIXED = Example(
     (
         Window(_MICRO, missing="error", max_grad_norm=0.25, refused_first=True),
         Window(((Micro(0),),) * 3, missing="zero"),
-        Window((*_MICRO[:2], (Micro(1),)), missing="zero", bad=(2, "p0", float("nan"))),
+        Window((*_MICRO[:2], (Micro(1),)), missing="zero", bad=(2, "p0", "nan")),
         Window(_MICRO, missing="zero", idle_nan=True),
     ),
 )
@@ -162,6 +162,10 @@ def _tamperings(reports: list[RankReport]) -> dict[str, Callable[[], object]]:
     }
 
 
+def test_an_example_is_what_its_repr_says() -> None:
+    assert eval(repr(_FIXED)) == _FIXED
+
+
 def test_whatever_a_rank_gets_wrong_is_seen(worlds: Worlds) -> None:
     reports = worlds.run(_FIXED)
     assert differences(_FIXED, reports) == []
@@ -196,6 +200,9 @@ class _Replica:
         # In a joint step gradients come as the optimizer is declared: float32 where there are masters.
         rounding = session.engine == "reduce" or (session.engine == "zero1" and not example.together)
         self.rounds = rounding and not session.fp32
+        sixteen = any(self.parameters[path].dtype != torch.float32 for path in self.paths)
+        self.coarse = sixteen and (self.rounds or not session.masters)
+        """Whether its optimizer sees 16-bit gradients, whose rounding also reaches the norm that clips all others."""
         self.groups = options_by_path(session, self.names)
         self.exact: list[PlainTorch] = []
         self.twins: list[Float64Twin] = []
@@ -224,7 +231,7 @@ class _Replica:
         self.exact.append(exact)
         lr = float(options["lr"])  # type: ignore[arg-type]
         given = {key: value for key, value in options.items() if key != "lr"}
-        cancelled = 1e-4 if leaves <= {torch.float32} else 0.1
+        cancelled = 0.1 if self.coarse else 1e-4
         self.twins.append(Float64Twin(own, optimizer, lr, groups=self.groups, cancelled=cancelled, **given))
         self._factors.append(lr / float(self.session.options["lr"]))
 
@@ -432,24 +439,24 @@ def _values(example: Example, replicas: Sequence[_Replica], told: Sequence[Told]
             if told[rank].parameters[path] != want
         ]
     for replica in replicas:
+        coarse = any(other.coarse for other in (replicas if example.together else [replica]))
         for twin in replica.twins:
             for path in twin.parameters:
-                problems += _far(replica, twin, path, tensor_of(told[replica.group[0]].parameters[path]))
+                got = tensor_of(told[replica.group[0]].parameters[path])
+                problems += _far(replica, twin, path, got, coarse=coarse)
     return problems
 
 
-def _far(replica: _Replica, twin: Float64Twin, path: str, got: Tensor) -> list[str]:
+def _far(replica: _Replica, twin: Float64Twin, path: str, got: Tensor, *, coarse: bool) -> list[str]:
     """What rounding cannot explain of the distance to the float64 twin."""
     if replica.session.optimizer == "muon" and got.dim() == 2:
         return []  # torch iterates in bfloat16, where what is nearly singular may end anywhere
     want, travelled = twin.parameters[path], twin.travelled[path].max()
-    allowed = 1e-6 * want.abs() + 1e-4 * travelled + 1e-9
+    allowed = 1e-6 * want.abs() + (2.0**-6 if coarse else 1e-4) * travelled + 1e-9
     if got.dtype != torch.float32:
         allowed = allowed + 2.0**-8 * want.abs()
         if not replica.session.masters:
             allowed = allowed + 0.1 * travelled + 2.0**-6 * want.abs()
-        elif replica.rounds:
-            allowed = allowed + 2.0**-6 * travelled
     far = ((got.double() - want).abs() > allowed) & ~twin.fragile[path]
     if not bool(far.any()):
         return []
