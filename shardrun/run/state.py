@@ -129,7 +129,7 @@ def _source(job: Mapping[str, Any]) -> Path:
     return Path(job["options"].get("resume_from") or job["run_dir"])
 
 
-def saved_placement(comm: Communicator, job: Mapping[str, Any]) -> Placement | None:
+def saved_order(comm: Communicator, job: Mapping[str, Any]) -> Placement | None:
     """How the checkpoint that `resume` will take up has placed the parameters; collective.
 
     None where there is none, or where it cannot be read: `resume` says why.

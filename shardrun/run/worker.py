@@ -14,7 +14,7 @@ from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import PICTURE, write_curve
 from shardrun.run.metrics import MetricsFile
 from shardrun.run.report_tables import start_tables
-from shardrun.run.state import resume, saved_placement
+from shardrun.run.state import resume, saved_order
 from shardrun.run.tether import Tether
 from shardrun.run.trainer import Plan, Trainer
 from shardrun.run.witness import Witness
@@ -30,7 +30,7 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
         comm.observer = lambda phase, collective: tether.status.set(
             0 if trainer is None else trainer.current_step, phase, collective
         )
-        built = build(config, comm, saved_placement(comm, job))
+        built = build(config, comm, saved_order(comm, job))
         trainer = _trainer(built, job, tether)
         _start_event(trainer)
         already = trainer.finished

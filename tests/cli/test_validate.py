@@ -99,8 +99,8 @@ def test_every_key_of_the_shipped_configs_has_a_comment(path: Path) -> None:
     assert bare == []
 
 
-def test_there_are_three_shipped_configs() -> None:
-    assert [path.stem for path in CONFIGS] == ["quickstart", "single", "subset"]
+def test_there_are_four_shipped_configs() -> None:
+    assert [path.stem for path in CONFIGS] == ["muon", "quickstart", "single", "subset"]
 
 
 def test_validate_json_gives_the_config() -> None:

@@ -52,15 +52,16 @@ class Trained:
         return tensors
 
     def state(self, step: int) -> dict[str, Any]:
-        """Optimizer state at `step`, fragments of all ranks put together: "<path>/<key>" -> 1-D or 0-dim tensor."""
+        """Optimizer state at `step`, all ranks' put together: "<path>/<key>" -> 1-D or 0-dim; under zero1 as it is."""
         import torch
         from safetensors.torch import load_file
 
         parts: dict[str, list[Any]] = {}
-        for file in sorted((self.checkpoint(step) / "zero2" / "default").iterdir()):
+        (folder,) = self.checkpoint(step).glob("zero[12]/default")
+        for file in sorted(folder.iterdir()):
             for name, tensor in load_file(file).items():
                 parts.setdefault(name, []).append(tensor)
-        return {name: held[0] if held[0].dim() == 0 else torch.cat(held) for name, held in parts.items()}
+        return {name: held[0] if len(held) == 1 else torch.cat(held) for name, held in parts.items()}
 
 
 def document(

@@ -12,6 +12,7 @@ from shardrun.records.fit import (
     checkpoint_violations,
     cover_violations,
     differences,
+    holds_whole,
     piece_violations,
     violations,
 )
@@ -238,3 +239,32 @@ def test_elements_left_out_or_held_twice_are_found(held: dict[int, dict[str, lis
 def test_a_whole_cover_has_no_violation() -> None:
     held = {0: {"a.weight": [0, 2], "b.weight": [0, 4]}, 1: {"a.weight": [2, 6]}, 2: {"emb.weight": [0, 5]}}
     assert cover_violations(Contract.of(SPECS).to_json(), held) == []
+
+
+# ---- whole parameters ------------------------------------------------------------------------------------------------
+
+
+def test_whole_parameters_are_those_of_zero1() -> None:
+    assert holds_whole({"optimizer": {"strategy": "zero1"}})
+    for other in ({"optimizer": {"strategy": "zero2"}}, {"optimizer": {"name": "adamw"}}, {"optimizer": 5}, {}):
+        assert not holds_whole(other)
+
+
+def test_state_of_a_whole_parameter_has_shapes_of_its_own() -> None:
+    fragments = {"a.weight": [0, 6]}
+    own = {"a.weight/rows": torch.zeros(2, 1), "a.weight/momentum_buffer": torch.zeros(2, 3)}
+    assert len(piece_violations(fragments, own)) == 2
+    assert piece_violations(fragments, own, whole=True) == []
+    astray = {"b.weight/rows": torch.zeros(2, 1)}
+    assert piece_violations(fragments, astray, whole=True) == ["b.weight/rows: this rank holds no fragment of b.weight"]
+
+
+def test_a_parameter_in_two_pieces_has_no_owner() -> None:
+    contract = Contract.of(SPECS).to_json()
+    owned = {0: {"a.weight": [0, 6], "b.weight": [0, 4]}, 1: {"emb.weight": [0, 5]}}
+    assert cover_violations(contract, owned, whole=True) == []
+    cut = {0: {"a.weight": [0, 2], "b.weight": [0, 4]}, 1: {"a.weight": [2, 6], "emb.weight": [0, 5]}}
+    assert cover_violations(contract, cut) == []
+    assert cover_violations(contract, cut, whole=True) == [
+        "a.weight: its 6 elements are not held by one owner: rank 0 [0, 2), rank 1 [2, 6)"
+    ]
