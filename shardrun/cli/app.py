@@ -66,6 +66,22 @@ def train(
     stop_at: Annotated[
         int | None, typer.Option(min=1, help="Stop after this update: save, exit 75.", show_default=False)
     ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of hosts; start the same on each of them.", show_default=False)
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="Number of this host, from 0.", show_default=False)
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous",
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="Address of node 0's host and a free port there, where the hosts meet.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train, or go on with the run if it was started before.
@@ -81,7 +97,17 @@ def train(
 
     _end(
         lambda: command.run(
-            config, overrides or [], fresh, accept_changes, allow_fallback, resume_from, stop_at, json=json
+            config,
+            overrides or [],
+            fresh,
+            accept_changes,
+            allow_fallback,
+            resume_from,
+            stop_at,
+            nnodes,
+            node_rank,
+            rendezvous,
+            json=json,
         ),
         json,
     )

@@ -17,14 +17,17 @@ from shardrun import report
 from shardrun.checkpoint.lock import RunLock
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import Found, candidates, newest, scan
+from shardrun.cli.hosts import party_of
 from shardrun.config.load import load, resolved_yaml
 from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError, LaunchError, UsageError
 from shardrun.report import TrainScreen
 from shardrun.run.changes import changes, refusal
 from shardrun.run.exit_file import forget_exit, write_exit
+from shardrun.run.hosts import Hosts, hosts_of
 from shardrun.run.launch import launch
 from shardrun.run.outcome import Outcome, RankEnd, cut_short, judge
+from shardrun.run.slurm import rank_of_srun
 from shardrun.run.streams import RankLog
 from shardrun.run.tether import Tether
 from shardrun.run.worker_process import Job
@@ -40,14 +43,19 @@ def run(
     allow_fallback: bool = False,
     resume_from: Path | None = None,
     stop_at: int | None = None,
+    nnodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
     json: bool = False,
 ) -> int:
     """Run the config to its end and return the exit code.
 
     Raises what forbids a start, before anything is written: ConfigError, UsageError, CheckpointError (nothing to resume
-    from), LaunchError (the folder is in use). Started by torchrun, this process is one rank of the run.
+    from), LaunchError (the folder is in use). Started by torchrun or srun, this process is one rank of the run; with
+    `nnodes` it is one of so many launchers, which meet at `rendezvous`.
     """
     settings = load(config, overrides)
+    hosts = _hosts(settings, nnodes, node_rank, rendezvous, fresh)
     by_environment = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if by_environment:
         _check_environment(settings, fresh)
@@ -67,18 +75,23 @@ def run(
         "resume_from": resume_from and os.path.abspath(resume_from),
         "stop_at": stop_at,
     }
-    again = partial(_command, config, overrides, settings, options, newest(settings.run.dir))
-    with TrainScreen(json=json, steps=settings.log.stdout) as screen, _owned(settings, by_environment) as fence:
+    again = partial(_command, config, overrides, settings, options, newest(settings.run.dir), hosts)
+    first = os.environ["RANK"] == "0" if by_environment else hosts is None or hosts.leads
+    with (
+        TrainScreen(json=json, steps=settings.log.stdout) as screen,
+        _owned(settings, first, by_environment) as fence,
+    ):
         document = {
             "config": settings.model_dump(mode="json"),
             "run_dir": str(settings.run.dir),
             "options": {**options, "fence": fence},
         }
         if by_environment:
-            return _run_as_rank(settings, document, screen, again, notes, json)
+            return _run_as_rank(settings, document, screen, again, [*notes, *_unused(settings)], json)
         for note in notes:
             screen.event(0, {"event": "note", "text": note})
-        outcome = launch(_job(settings, document), screen)
+        party = None if hosts is None else party_of(settings, hosts, options)
+        outcome = launch(_job(settings, document), screen, party)
         screen.close()
         _show(outcome, settings.run.dir, again(), json)
         return outcome.exit_code
@@ -86,12 +99,16 @@ def run(
 
 def _job(settings: Config, document: Mapping[str, Any]) -> Job:
     topology = settings.topology
+    # Once there is a checkpoint of this start, it is gone on from as it stands.
+    of_this_start = {"resume_from": None, "accept_changes": False, "allow_fallback": False}
     return Job(
         document,
         settings.run.dir,
         topology.world_size,
         threads_per_rank=topology.threads_per_rank,
         allow_non_loopback=topology.allow_non_loopback,
+        max_restarts=topology.max_restarts,
+        later={**document, "options": {**document["options"], **of_this_start}},
     )
 
 
@@ -101,6 +118,29 @@ def _show(outcome: Outcome, run_dir: Path, again: str, json: bool) -> None:
 
 
 # ---- before the start ----------------------------------------------------------------------------------------------
+
+
+def _hosts(
+    settings: Config, nnodes: int | None, node_rank: int | None, rendezvous: str | None, fresh: bool
+) -> Hosts | None:
+    """The hosts of the run if there are several. A task of srun becomes a rank as torchrun would have made it."""
+    topology = settings.topology
+    if nnodes is None:
+        rank = rank_of_srun(os.environ, rendezvous)
+        os.environ.update(rank or {})
+        if rendezvous is not None and rank is None:
+            raise UsageError(f"--rendezvous {rendezvous} is for several hosts; give --nnodes too, or leave it out")
+    hosts = hosts_of(
+        nnodes,
+        node_rank,
+        rendezvous,
+        world_size=topology.world_size,
+        allow_non_loopback=topology.allow_non_loopback,
+        environ=os.environ,
+    )
+    if hosts is not None and fresh:
+        raise UsageError("--fresh cannot choose a folder for hosts that are started apart; give run.dir=... yourself")
+    return hosts
 
 
 def _check_start(settings: Config, fresh: bool, resume_from: Path | None) -> None:
@@ -168,7 +208,12 @@ def _finished(settings: Config, saved: Mapping[str, Any]) -> bool:
 
 
 def _command(
-    config: Path, overrides: list[str], settings: Config, options: Mapping[str, Any], before: Found | None
+    config: Path,
+    overrides: list[str],
+    settings: Config,
+    options: Mapping[str, Any],
+    before: Found | None,
+    hosts: Hosts | None,
 ) -> str:
     """The command that goes on with this run. `before`: the newest checkpoint that its folder held at the start.
 
@@ -182,13 +227,16 @@ def _command(
         if options["resume_from"] is not None:
             words += ["--resume-from", str(options["resume_from"])]
         words += [f"--{name.replace('_', '-')}" for name in ("accept_changes", "allow_fallback") if options[name]]
-    return shlex.join([*program, "train", str(config), *words])
+    if hosts is None:
+        return shlex.join([*program, "train", str(config), *words])
+    words += ["--nnodes", str(hosts.nnodes), "--node-rank", str(hosts.node_rank), "--rendezvous", hosts.place]
+    return f"the same command again on every host ({shlex.join([*program, 'train', str(config), *words])})"
 
 
 @contextlib.contextmanager
-def _owned(settings: Config, by_environment: bool) -> Iterator[int]:
-    """Own the run's folder, with the config that now counts in it; of the ranks of a torchrun the first does it."""
-    if by_environment and os.environ["RANK"] != "0":
+def _owned(settings: Config, first: bool, by_environment: bool) -> Iterator[int]:
+    """Own the run's folder, with the config that now counts in it; of several ranks or hosts the `first` does it."""
+    if not first:
         yield 0
         return
     with RunLock(settings.run.dir) as lock:
@@ -205,7 +253,7 @@ def _owned(settings: Config, by_environment: bool) -> Iterator[int]:
         yield lock.token
 
 
-# ---- one rank of a torchrun ----------------------------------------------------------------------------------------
+# ---- one rank of a torchrun or srun --------------------------------------------------------------------------------
 
 
 def _check_environment(settings: Config, fresh: bool) -> None:
@@ -217,6 +265,12 @@ def _check_environment(settings: Config, fresh: bool) -> None:
         )
     if fresh:
         raise UsageError("--fresh cannot choose a folder for ranks that are started apart; give run.dir=... yourself")
+
+
+def _unused(settings: Config) -> list[str]:
+    restarts = settings.topology.max_restarts
+    told = "is for ranks that shardrun starts itself; here torchrun's --max-restarts counts"
+    return [f"topology.max_restarts {restarts} {told}"] if restarts else []
 
 
 def _run_as_rank(

@@ -132,6 +132,8 @@ class Topology(Section):
     """CPU threads of torch per rank. Part of the numerics."""
     allow_non_loopback: bool = False
     """Leave this machine. Trusted networks only: the rendezvous has neither authentication nor encryption."""
+    max_restarts: Natural = 0
+    """New worlds that this start may begin after failed ones, each from the newest checkpoint."""
     sync_unselected: bool = False
     """At start, broadcast unselected parameters and buffers that differ between ranks; else refuse."""
 
@@ -192,7 +194,7 @@ class Config(Section):
 # Nothing under these keys changes what is trained.
 _NO_MEANING = {
     "run.name", "run.dir", "log", "checkpoint", "eval",
-    "topology.timeout_s", "topology.allow_non_loopback", "data.workers", "data.prefetch",
+    "topology.timeout_s", "topology.allow_non_loopback", "topology.max_restarts", "data.workers", "data.prefetch",
 }  # fmt: skip
 
 

@@ -20,7 +20,11 @@ def write_exit(run_dir: Path, outcome: Outcome) -> None:
     document: dict[str, Any] = {"exit_code": outcome.exit_code, "reason": outcome.reason, "time": time.time()}
     if outcome.culprit is not None:
         cause, place = outcome.culprit.failure, outcome.culprit.status
-        document |= {"rank": outcome.culprit.rank, "step": place.step, "phase": place.phase}
+        document |= {"rank": outcome.culprit.rank}
+        if outcome.culprit.host:
+            document |= {"host": outcome.culprit.host}
+        if not outcome.culprit.lost:
+            document |= {"step": place.step, "phase": place.phase}
         if cause is not None:
             document |= {"type": cause.type, "message": cause.message, "file": cause.file, "line": cause.line}
     _replace(run_dir, json.dumps(document, indent=1).encode() + b"\n", None)

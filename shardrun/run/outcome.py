@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardrun.errors import Interrupted, StoppedAfterSave
 from shardrun.run.failure import Failure
@@ -18,7 +20,10 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of one worker: `code` as in subprocess (negative: a signal). `ended_by_us`: the launcher killed it."""
+    """The end of one worker: `code` as in subprocess (negative: a signal). `ended_by_us`: the launcher killed it.
+
+    `host` is named where there are several. `lost` says what became of that host if nothing is known of its ranks.
+    """
 
     rank: int
     code: int
@@ -26,6 +31,8 @@ class RankEnd:
     failure: Failure | None
     ended_by_us: bool
     time: float
+    host: str = ""
+    lost: str = ""
 
     @property
     def done(self) -> bool:
@@ -56,6 +63,19 @@ class Outcome:
 def cut_short(ends: tuple[RankEnd, ...] = ()) -> Outcome:
     """The outcome of a second Ctrl-C."""
     return Outcome(Interrupted.exit_code, "interrupted, nothing saved", None, ends)
+
+
+def lost_end(rank: int, host: str, how: str) -> RankEnd:
+    """The end of a rank whose host is gone."""
+    return RankEnd(rank, 0, Status(phase="unknown"), None, ended_by_us=False, time=time.time(), host=host, lost=how)
+
+
+def end_from_json(document: Mapping[str, Any]) -> RankEnd:
+    """The inverse of dataclasses.asdict, for an end that another launcher tells of."""
+    failure = document["failure"]
+    if failure is not None:
+        failure = Failure(**{**failure, "frames": tuple(failure["frames"])})
+    return RankEnd(**{**document, "status": Status(**document["status"]), "failure": failure})
 
 
 def judge(ends: Sequence[RankEnd], total_steps: int | None, *, stopping: bool, interrupted: bool) -> Outcome:
@@ -94,7 +114,9 @@ def _culprit(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def _reason(culprit: RankEnd, ends: Sequence[RankEnd], total_steps: int | None) -> str:
-    who, status, failure = f"rank {culprit.rank}", culprit.status, culprit.failure
+    who, status, failure = _named(culprit), culprit.status, culprit.failure
+    if culprit.lost:
+        return _gone(culprit, ends)
     place = f"at step {status.step}, phase {status.phase}"
     if failure is not None and failure.code is not None:
         text = f": {failure.message}" if failure.message not in ("", "None", str(failure.code)) else ""
@@ -115,10 +137,30 @@ def _missing(culprit: RankEnd, ends: Sequence[RankEnd]) -> str:
     assert first.failure is not None
     status = culprit.status
     return (
-        f"rank {culprit.rank} is missing from collective {first.failure.collective} "
+        f"{_named(culprit)} is missing from collective {first.failure.collective} "
         f"({first.failure.phase} of step {first.failure.step}): it was at step {status.step}, phase {status.phase}, "
         f"for {max(0.0, first.when - status.since):.0f} s when rank {first.rank} gave up"
     )
+
+
+def _gone(culprit: RankEnd, ends: Sequence[RankEnd]) -> str:
+    """A host that is lost, and what the first of the others waited for when it gave up."""
+    ranks = [end.rank for end in ends if end.lost and end.host == culprit.host]
+    listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    text = f"{culprit.host} with {listed} is gone: {culprit.lost}"
+    waiting = sorted((end for end in ends if not end.lost and not end.done), key=lambda end: end.when)
+    if not waiting:
+        return text
+    told = next((end for end in waiting if end.failure is not None), None)
+    if told is None or told.failure is None:
+        place = waiting[0].status
+        return f"{text}; rank {waiting[0].rank} was at step {place.step}, phase {place.phase}"
+    cause = told.failure
+    return f"{text}; rank {told.rank} waited in collective {cause.collective} ({cause.phase} of step {cause.step})"
+
+
+def _named(end: RankEnd) -> str:
+    return f"rank {end.rank} on {end.host}" if end.host else f"rank {end.rank}"
 
 
 def _of(status: Status, total_steps: int | None) -> str:

@@ -22,22 +22,45 @@ from shardrun.run.tether import STOP_SIGNALS
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: `document` is the JSON that every worker reads (config, run_dir, options)."""
+    """What to run: `document` is the JSON that every worker reads (config, run_dir, options).
+
+    After a failure that may pass, up to `max_restarts` new worlds go on from the newest checkpoint. Once this start
+    has saved one they read `later`, which asks for nothing that holds for the first world only.
+    """
 
     document: Mapping[str, Any]
     run_dir: Path
     world_size: int
     threads_per_rank: int = 1
     allow_non_loopback: bool = False
+    max_restarts: int = 0
+    later: Mapping[str, Any] | None = None
     command: tuple[str, ...] = field(default=(sys.executable, "-m", "shardrun.run.worker"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which ranks of the world run here, by which name they know their world, and where its store is."""
+
+    ranks: range
+    run_id: str
+    address: tuple[str, int] | None = None
+    """Of the store; None for a world of one."""
+    store: socket.socket | None = None
+    """Listens there already; for rank 0, if it runs here."""
+    host: str = ""
+    """Name of this host where there are several."""
 
 
 class WorkerProcess:
     """One worker process, its pipes and its files."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], event_fd: int, control: Path, log: RankLog) -> None:
+    def __init__(
+        self, rank: int, host: str, process: subprocess.Popen[bytes], event_fd: int, control: Path, log: RankLog
+    ) -> None:
         assert process.stdout is not None
         self.rank = rank
+        self.host = host
         self.process = process
         self.event_fd = event_fd
         self.out_fd = process.stdout.fileno()
@@ -71,6 +94,7 @@ class WorkerProcess:
             failure=failure.read(self.error_path),
             ended_by_us=self.ended_by_us and code == -signal.SIGKILL,
             time=time.time(),
+            host=self.host,
         )
         return self.end
 
@@ -95,15 +119,15 @@ class WorkerProcess:
         return not self.end.done if self.end is not None else self.error_path.exists()
 
 
-def start_worker(job: Job, rank: int, control: Path, life_fd: int, store: socket.socket | None) -> WorkerProcess:
+def start_worker(job: Job, rank: int, control: Path, life_fd: int, place: Place) -> WorkerProcess:
     """Start the worker of `rank` in a session of its own; OSError if there is no such program."""
     event_read, event_write = os.pipe()
-    env = _environment(job, control, rank, store)
+    env = _environment(job, control, rank, place)
     env |= {"SHARDRUN_EVENT_FD": str(event_write), "SHARDRUN_LIFE_FD": str(life_fd)}
     passed = [event_write, life_fd]
-    if store is not None and rank == 0:
-        env["SHARDRUN_STORE_FD"] = str(store.fileno())
-        passed.append(store.fileno())
+    if place.store is not None and rank == 0:
+        env["SHARDRUN_STORE_FD"] = str(place.store.fileno())
+        passed.append(place.store.fileno())
     # Inherited as blocked; the tether of the worker lets them in once there is a handler for them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -123,22 +147,23 @@ def start_worker(job: Job, rank: int, control: Path, life_fd: int, store: socket
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(event_write)
-    return WorkerProcess(rank, process, event_read, control, RankLog(job.run_dir / "logs" / f"rank-{rank}.log"))
+    log = RankLog(job.run_dir / "logs" / f"rank-{rank}.log")
+    return WorkerProcess(rank, place.host, process, event_read, control, log)
 
 
-def _environment(job: Job, control: Path, rank: int, store: socket.socket | None) -> dict[str, str]:
+def _environment(job: Job, control: Path, rank: int, place: Place) -> dict[str, str]:
     # Nothing of another launcher, under which this one may run, may reach the workers.
     foreign = ("SHARDRUN_", "TORCHELASTIC_", "MASTER_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank - place.ranks.start),
         "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(len(place.ranks)),
         "OMP_NUM_THREADS": str(job.threads_per_rank),
         "MKL_NUM_THREADS": str(job.threads_per_rank),
         "PYTHONUNBUFFERED": "1",
-        "SHARDRUN_RUN_ID": control.name,
+        "SHARDRUN_RUN_ID": place.run_id,
         "SHARDRUN_JOB": str(control / "job.json"),
         "SHARDRUN_STATUS": str(_status_path(control, rank)),
         "SHARDRUN_ERROR": str(_error_path(control, rank)),
@@ -146,8 +171,8 @@ def _environment(job: Job, control: Path, rank: int, store: socket.socket | None
     # torch asks for the user's name when it makes its first optimizer; without one in the environment that is a call to
     # the name service, through a socket.
     env.setdefault("USER", env.get("LOGNAME", str(os.getuid())))
-    if store is not None:
-        address, port = store.getsockname()
+    if place.address is not None:
+        address, port = place.address
         env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if not job.allow_non_loopback:
         loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -20,7 +20,13 @@ def main() -> int:
     wanted = {"world_size": 2, "steps": 10, "step_s": 0.02, "deeds": {}, **json.loads(options)}
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     command = (sys.executable, "-m", "tests.support.launch_worker", *arguments)
-    job = Job({"options": wanted}, Path(run_dir), wanted["world_size"], command=command)
+    job = Job(
+        {"options": wanted},
+        Path(run_dir),
+        wanted["world_size"],
+        max_restarts=wanted.get("max_restarts", 0),
+        command=command,
+    )
     with report.TrainScreen(json=wanted.get("json", False)) as screen:
         outcome = launch(job, screen)
         screen.close()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.store import newest
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LAUNCH_TEST_MARK"
 
@@ -76,6 +78,10 @@ class Program:
                 continue
         return found
 
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL one worker."""
+        os.kill(self.ranks()[rank], signal.SIGKILL)
+
     def left(self, timeout_s: float) -> dict[int, str]:
         """The processes that are still there after at most `timeout_s`."""
         end = time.monotonic() + timeout_s
@@ -113,6 +119,18 @@ def started(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def final_tensors(run_dir: Path) -> dict[str, bytes]:
+    """The tensors of the newest checkpoint's files, as bytes; their headers name the run."""
+    found = newest(run_dir)
+    assert found is not None
+    assert found.complete, found.why
+    content = {}
+    for path in sorted(found.path.rglob("*.safetensors")):
+        raw = path.read_bytes()
+        content[str(path.relative_to(found.path))] = raw[8 + int.from_bytes(raw[:8], "little") :]
+    return {"step": str(found.step).encode(), **content}
 
 
 def pretended(folder: Path, *arguments: str, run: str = "run", **options: Any) -> list[str]:

@@ -402,7 +402,8 @@ def config_with(folder: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     "override",
     ["run.name=other", "run.dir=/x", "log.every=7", "checkpoint.every=3", "eval.every=2", "topology.timeout_s=5",
-     "data.workers=3", "data.prefetch=9", "topology.allow_non_loopback=true", "train.steps=99"],
+     "data.workers=3", "data.prefetch=9", "topology.allow_non_loopback=true", "topology.max_restarts=3",
+     "train.steps=99"],
 )  # fmt: skip
 def test_what_does_not_change_results_is_not_in_the_meaning(folder: Path, override: str) -> None:
     assert differences(meaning(config_with(folder)), meaning(config_with(folder, override))) == []
