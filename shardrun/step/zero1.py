@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class SelectedZero1(ShardedOptimizer):
 
     Collective to make: every rank of the session's group, with the same arguments. `optimizer` is a class of
     torch.optim (Muon and other matrix optimizers too), its name, or `Declared`; `options` are its own. What it does not
-    take (Muon: everything that is not 2-D) goes to `rest` with `rest_options`; `split` tells which went where.
+    take (Muon: everything that is not 2-D), and what `rest_paths` name (embeddings and heads, for example), goes to
+    `rest` with `rest_options`; `split` tells which went where.
     `owners`: path -> rank; without it parameters are dealt out so that the ranks' updates cost about the same
     (Newton-Schulz of a matrix counts as what it multiplies). `masters`: FP32 master weights for 16-bit parameters, on
     the owner.
@@ -54,6 +55,7 @@ class SelectedZero1(ShardedOptimizer):
         owners: Mapping[str, int] | None = None,
         rest: type[torch.optim.Optimizer] | str | Declared = torch.optim.AdamW,
         rest_options: Mapping[str, Any] | None = None,
+        rest_paths: Collection[str] = (),
         masters: bool = True,
         name: str = "default",
         bucket_bytes: int = BUCKET_BYTES,
@@ -63,7 +65,8 @@ class SelectedZero1(ShardedOptimizer):
         self.kind = kinds[0]
         groups = on_first_paths(session, option_groups)
         specs = {spec.path: spec for spec in session.contract.distinct()}
-        mine = {path for path in session.order if takes(kinds[0], specs[path].shape)}
+        left_out = on_first_paths(session, [OptionGroup(frozenset(rest_paths))])[0].paths
+        mine = {path for path in session.order if takes(kinds[0], specs[path].shape)} - left_out
         shares = [
             Share(kinds[0], mine, options, groups),
             Share(kinds[1], set(session.order) - mine, rest_options or {}, groups),
@@ -79,6 +82,8 @@ class SelectedZero1(ShardedOptimizer):
             return group_of(path, groups) + (0 if path in mine else len(groups) + 1)
 
         def plan() -> FlatLayout:
+            if unknown := sorted(left_out - set(session.order)):
+                raise UsageError(f"rest_paths: {unknown[0]} ({len(unknown)} in all) is no selected trainable parameter")
             for share in shares:
                 check_options(share.kind, share.options, share.groups, share.paths)
             if left := sorted(path for path in shares[1].paths if not takes(kinds[1], specs[path].shape)):
@@ -90,7 +95,7 @@ class SelectedZero1(ShardedOptimizer):
             return plan_owned_layout(entries, chosen, max(1, bucket_bytes // 4), session.comm.world_size)
 
         asked = "; ".join(f"{share.kind.name} {options_text(share.options, share.groups)}" for share in shares)
-        asked += f" {masters} {bucket_bytes} {None if owners is None else sorted(owners.items())}"
+        asked += f" {masters} {bucket_bytes} {None if owners is None else sorted(owners.items())} {sorted(left_out)}"
         super().__init__(session, name, masters, agree_layout(session, name, asked, plan))
         self.owners = {
             path: rank for rank in range(self.world_size) for path in self.layout.fragments(rank, self.world_size)

@@ -70,6 +70,25 @@ def test_a_tied_matrix_is_owned_once_under_any_of_its_names() -> None:
     assert "emb.weight/momentum_buffer" in zero1.to_record().tensors
 
 
+def test_matrices_may_be_left_to_the_rest_by_any_of_their_names() -> None:
+    model = seeded(3, TiedNet)
+    twin = copy.deepcopy(model)
+    zero1 = make_zero1(
+        sr.Communicator.single(), model, torch.optim.Muon, lr=0.02, rest_options={"lr": 0.1}, rest_paths=["head.weight"]
+    )
+    assert zero1.split == {"muon": ["mid.weight"], "adamw": ["emb.weight", "mid.bias"]}
+    muon = torch.optim.Muon([twin.get_parameter("mid.weight")], lr=0.02)
+    adamw = torch.optim.AdamW([twin.get_parameter("emb.weight"), twin.get_parameter("mid.bias")], lr=0.1, fused=True)
+    for one in (model, twin):
+        torch.nn.functional.cross_entropy(one(torch.arange(5)), torch.arange(5), reduction="sum").backward()
+    zero1.step(local_weight=1)
+    muon.step()
+    adamw.step()
+    assert _differences(model, twin) == []
+    with pytest.raises(UsageError, match=r"rest_paths: nowhere .1 in all. is no selected trainable parameter"):
+        make_zero1(sr.Communicator.single(), seeded(3, TiedNet), torch.optim.Muon, rest_paths=["nowhere"])
+
+
 def test_an_empty_selection_steps_nothing() -> None:
     model = seeded(1, OddNet)
     zero1 = make_zero1(sr.Communicator.single(), model, include=[])
