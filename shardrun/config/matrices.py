@@ -23,20 +23,22 @@ def _not_cut(strategy: Any) -> Any:
 class _Matrices(Section):
     @classmethod
     def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
-        """A rate of the rest that can follow optimizer.lr, and options that the rest has."""
+        """A rate of the rest that can follow optimizer.lr."""
         rest = given.get("rest")
-        if not isinstance(rest, Mapping):
-            return
-        if given.get("lr") == 0 and rest.get("lr"):
+        if isinstance(rest, Mapping) and given.get("lr") == 0 and rest.get("lr"):
             yield Broken("lr", f"is 0, and rest.lr, which follows in proportion, is {rest['lr']}; set both to 0")
-        decays = any(group.get("weight_decay") is not None for group in _groups(given))
-        if rest.get("name") == "rprop" and decays:
-            yield Broken("options", "weight_decay is given for some, and rprop, which steps the rest, has none")
 
 
 def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = given.get("options")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list | tuple) else []
+
+
+class MuonOptionGroup(OptionGroup):
+    """Options of their own for some parameters, under muon and beside it."""
+
+    momentum: NotNegative | None = None
+    """In place of the optimizer's momentum; for matrices."""
 
 
 class Muon(_Matrices):
@@ -64,7 +66,7 @@ class Muon(_Matrices):
     root of the larger side, so that a rate found with adamw fits."""
     rest: Rest = RestAdamW(name="adamw")
     """The optimizer of the parameters that are not 2-D."""
-    options: Annotated[tuple[OptionGroup, ...], Field(strict=False)] = ()
+    options: Annotated[tuple[MuonOptionGroup, ...], Field(strict=False)] = ()
     """Options of their own for some parameters, of the matrices and of the rest; the first match wins."""
 
 

@@ -78,25 +78,18 @@ def shard_optimizer(
     if asked.strategy == "zero2":
         return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, **options)
     _require_any(optimizer, session)
-    rest, rest_options = _rest(asked) or (optimizer, options)
+    owners = _saved_owners(saved, session)
+    rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
     return SelectedZero1(
         session,
         optimizer,
         option_groups=groups,
-        owners=_saved_owners(saved, session),
-        rest=rest,
-        rest_options=rest_options,
+        owners=owners,
+        rest=rest.name,
+        rest_options=rest.model_dump(exclude={"name"}) | {"lr": asked.lr if rest.lr is None else rest.lr},
         masters=masters,
         **options,
     )
-
-
-def _rest(asked: Optimizer) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the optimizer for what the chosen one leaves over; None if it takes everything."""
-    if not isinstance(asked, Muon | Factory) or (isinstance(asked, Factory) and asked.takes == "all"):
-        return None
-    rest = asked.rest or RestAdamW(name="adamw")
-    return rest.name, rest.model_dump(exclude={"name"}) | {"lr": asked.lr if rest.lr is None else rest.lr}
 
 
 def _saved_owners(saved: Placement | None, session: SelectedDataParallel) -> Mapping[str, int] | None:

@@ -136,7 +136,6 @@ CASES = [
     ({**MUON, "rest": {"name": "adamw", "strategy": "zero2"}}, "did you mean optimizer.strategy? (strategy has its"),
     ({**MUON, "rest": {"name": "sgd", "nesterov": True}}, "optimizer.rest.nesterov: needs a momentum above 0"),
     ({**MUON, "lr": 0, "rest": {"name": "adamw", "lr": 1}}, "optimizer.lr: is 0, and rest.lr, which follows in propor"),
-    ({**MUON, "rest": {"name": "rprop"}, "options": [{"match": ["*"], "weight_decay": 0}]}, "rprop, which steps the"),
     ({**MUON, "kind": "matrix"}, "kind is a key of an optimizer of the recipe (factory), and optimizer.name is muon"),
     ({"name": "rprop", "lr": 1, "etas": [0.5, 0.9]}, "optimizer.etas[1]: 0.9 is out of range; allowed: above 1"),
     ({"name": "rprop", "lr": 1, "step_sizes": [5, 1]}, "optimizer.step_sizes: the smallest, 5, is above the largest,"),

@@ -32,6 +32,7 @@ from tests.support.training import RECIPES, document
 
 OWN = str(RECIPES / "own_optimizer.py")
 GROUP = {"match": ["*.bias"], "lr_scale": 0.5}
+OF_MATRICES = {"match": ["second.weight"], "lr_scale": 0.5}
 ELEMENTWISE, MATRIX = {"kind": "elementwise"}, {"kind": "matrix"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"options": [{**GROUP, "betas": [0.5, 0.6]}]},
@@ -46,10 +47,16 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "rprop": {"options": [{**GROUP, "etas": [0.4, 1.3]}]},
     "asgd": {"t0": 1.0, "options": [{**GROUP, "weight_decay": 0.1}]},
     "muon": {"rest": {"name": "sgd", "momentum": 0.5, "lr": 0.1}, "options": [{**GROUP, "weight_decay": 0.0}]},
-    "muon beside rprop": {"name": "muon", "rest": {"name": "rprop"}},
+    "muon beside rprop": {"name": "muon", "rest": {"name": "rprop"}, "options": [{**OF_MATRICES, "momentum": 0.5}]},
     "signs": {**ELEMENTWISE, "factory": "signs", "options": [{**GROUP, "factory_options": {"momentum": 0.25}}]},
     "Rows": {**MATRIX, "factory": "Rows", "options": [{**GROUP, "factory_options": {"decay": 0.25}}]},
-    "Rows of matrices": {**MATRIX, "factory": "Rows", "takes": "matrices", "rest": {"name": "adamw", "lr": 0.1}},
+    "Rows of matrices": {
+        **MATRIX,
+        "factory": "Rows",
+        "takes": "matrices",
+        "rest": {"name": "adamw", "lr": 0.1},
+        "options": [{**OF_MATRICES, "factory_options": {"decay": 0.25}}],
+    },
     "Adafactor": {**MATRIX, "factory": "Adafactor", "factory_options": {"weight_decay": 0.1}},
 }
 WHOLE = {"muon", "muon beside rprop", "Rows", "Rows of matrices", "Adafactor"}
@@ -127,10 +134,10 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(
     assert differing(live(resumed), live(straight)) == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, {"parameters": "bf16"}, {"parameters": "bf16", "master_weights": False}])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "rprop", "signs"])
-def test_both_strategies_give_the_same_bits(tmp_path: Path, name: str, dtype: str) -> None:
-    sides = [built(tmp_path, section(name, way), precision={"parameters": dtype}) for way in ("zero2", "zero1")]
+def test_both_strategies_give_the_same_bits(tmp_path: Path, name: str, precision: dict[str, Any]) -> None:
+    sides = [built(tmp_path, section(name, way), precision=precision) for way in ("zero2", "zero1")]
     for one in sides:
         for number in range(3):
             step(one, number)
@@ -231,13 +238,18 @@ def test_owned_state_is_shown_in_its_own_shapes(tmp_path: Path, capsys: pytest.C
             "factory_options.owners: a name of shardrun's own, which cannot be handed to Rows",
         ),
         (
+            {"name": "muon", "options": [{"match": ["*.bias"], "momentum": 0.5}]},
+            UsageError,
+            "adamw: option group 1: torch.optim.AdamW does not take .*'momentum'",
+        ),
+        (
             {"factory": "Rows", "kind": "elementwise"},
             UsageError,
             r"Rows: its state size has the shape \(1061, 1\) for a vector",
         ),
     ],
 )
-def test_an_optimizer_of_the_recipe_that_is_not_what_was_said(
+def test_an_optimizer_that_is_not_what_was_said_is_refused(
     tmp_path: Path, optimizer: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
