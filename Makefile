@@ -10,12 +10,13 @@ DEMO := runs/demo
 export OMP_NUM_THREADS := 1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit ranks cli cases one coverage clean
+.PHONY: help setup demo test lint unit ranks faults long cli cases one coverage clean
 help:
 	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
 	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
 	@echo "make lint      ruff, mypy --strict, import-linter"
 	@echo "make unit      tests without processes;  make ranks: tests on 1 to 4 gloo ranks"
+	@echo "make faults    a seeded sample of kills, stops and other faults;  make long: all of them, and what safety costs"
 	@echo "make one T=tests/unit/test_config_load.py   one file or test, first failure ends it"
 
 setup: $(READY)
@@ -39,7 +40,7 @@ demo: setup
 
 test: setup
 	@rm -f .coverage .coverage.*
-	@$(MAKE) --no-print-directory lint unit ranks cli cases coverage COV="--cov --cov-append --cov-report="
+	@$(MAKE) --no-print-directory lint unit ranks faults cli cases coverage COV="--cov --cov-append --cov-report="
 
 lint: setup
 	$(PY) -m ruff check .
@@ -47,11 +48,16 @@ lint: setup
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-unit ranks cli cases: setup
+unit ranks faults cli cases: setup
 	$(PY) -m pytest -q $(COV) tests/$@ $(AND)
 
 # On a machine without CUDA these are skipped, and say so.
 cases: AND := tests/gpu
+
+# Everything of which `make test` runs a sample, and the cost of being fail-closed.
+long: setup
+	$(PY) -m pytest -q tests/faults --long
+	$(PY) -m tests.faults.cost
 
 one: setup
 	$(PY) -m pytest -x $(T)

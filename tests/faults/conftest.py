@@ -51,10 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None and isinstance(item, pytest.Function):
-            own = {
-                name: value for name, value in item.callspec.params.items() if name not in ("world_size", "strategy")
-            }
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and isinstance(item, pytest.Function):
+            over = {"world_size", "strategy", *marker.args}
+            own = {name: value for name, value in item.callspec.params.items() if name not in over}
             cases[f"{item.originalname} {own}"].append(item)
     left_out = set()
     for case, combinations in sorted(cases.items()):

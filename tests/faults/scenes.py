@@ -94,6 +94,17 @@ def ask_otherwise(
     return told, _attempt(comm, subject, twin, subject.look(), subject.step)
 
 
+def fail_alone(comm: sr.Communicator, strategy: str, text: str) -> tuple[Told, Told]:
+    """In a world of one: a step under the plan `text`, and then one without, with the gradients that are left."""
+    subject, twin = _prepare(comm, strategy)
+    before = subject.look()
+    plan(text).install(comm)
+    told = _attempt(comm, subject, twin, before, subject.step)
+    if not told.gradients_kept:
+        subject.backward()
+    return told, _attempt(comm, subject, twin, subject.look(), subject.step)
+
+
 def bring_nan(comm: sr.Communicator, strategy: str, bad: int, path: str) -> tuple[Told, Told]:
     """Rank `bad` has a NaN in the gradient of `path`, which all refuse; then all make the step without it."""
     subject, twin = _prepare(comm, strategy)

@@ -148,9 +148,8 @@ class _Joint(Subject):
 
     def __init__(self, comm: sr.Communicator, seed: int) -> None:
         super().__init__(comm, seed)
-        groups = [
-            comm.subgroup(range(first, min(first + 2, comm.world_size))) for first in (0, 2)[: comm.world_size - 1]
-        ]
+        pairs = [range(first, min(first + 2, comm.world_size)) for first in range(0, comm.world_size, 2)]
+        groups = [comm.subgroup(pair) for pair in pairs]
         (group,) = [one for one in groups if one is not None]
         experts = ["m", "n"]
         common: dict[str, Any] = {"lr": _LR, "bucket_bytes": _BUCKET_BYTES}

@@ -18,7 +18,7 @@ import torch
 import shardrun as sr
 from shardrun.comm.config import CommunicatorConfig
 from tests.faults.conftest import Outcomes
-from tests.faults.scenes import GOOD_STEPS, KEEP_GRADIENTS, Told, suffer, suffer_act
+from tests.faults.scenes import GOOD_STEPS, KEEP_GRADIENTS, Told, fail_alone, suffer, suffer_act
 from tests.faults.subjects import SAFE
 from tests.support.rank_process import Seat
 from tests.support.ranks import Outcome, start_ranks
@@ -276,3 +276,17 @@ def test_the_death_of_rank_0_and_its_store_is_no_different(
     survivors = _told(outcomes[1:])
     outcome = _check_survivors(survivors, strategy, victim=0, stores=1)
     ended("13 rank 0 dies, and its store", f"{strategy} {world_size}", outcome, max(told.seconds for told in survivors))
+
+
+@pytest.mark.parametrize("place", ["collect", "agree", "reduce", "decide", "propose", "gather", "vote"])
+@pytest.mark.parametrize(("strategy", "world_size"), [(strategy, 1) for strategy in SAFE])
+def test_a_world_of_one_goes_on_after_a_fault(strategy: str, world_size: int, place: str) -> None:
+    """Nobody waits for it, so that nothing is closed; gradients are there where none were staged upon."""
+    told, after = fail_alone(sr.Communicator.single(), strategy, f"fail rank 0 at {place}")
+    assert told.kind == "StepFailed"
+    assert told.phase == place
+    assert "a fault on purpose" in told.message
+    assert told.changed == []
+    assert told.whole
+    assert not told.poisoned
+    assert (after.kind, after.steps, after.whole) == ("", world_size + GOOD_STEPS, True)
