@@ -401,7 +401,7 @@ def _figures(
     problems = []
     if got_weight != weight:
         problems.append(f"global weight {got_weight}, expected {weight}")
-    if sorted(got_absent) != sorted(absent):
+    if got_absent != tuple(sorted(absent)):
         problems.append(f"absent {got_absent}, expected {absent}")
     if (got_norm is None) != (window.max_grad_norm is None):
         problems.append(f"norm {got_norm}, max_grad_norm {window.max_grad_norm}")

@@ -461,7 +461,7 @@ class Told:
 
     refusals: list[Refusal] = field(default_factory=list)
     results: dict[str, tuple[int, float | None, tuple[str, ...]]] | None = None
-    """Session -> (global weight, norm, absent), unless every attempt was refused."""
+    """Session -> (global weight, norm, absent in order of paths), unless every attempt was refused."""
     gradients: dict[str, Bits] = field(default_factory=dict)
     """Reduced gradients, of the engine that hands them out."""
     parameters: dict[str, Bits] = field(default_factory=dict)
@@ -700,7 +700,7 @@ class _Rank:
             changed = tuple(name for name in before if before[name] != after[name])
             told.refusals.append(Refusal(type(error).__name__, str(error), changed))
             return
-        told.results = {name: (r.global_weight, r.grad_norm, r.absent) for name, r in results.items()}
+        told.results = {name: (r.global_weight, r.grad_norm, tuple(sorted(r.absent))) for name, r in results.items()}
         for result in results.values():
             told.gradients |= result.gradients
             if result.remaining is not None:
