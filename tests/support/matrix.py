@@ -490,8 +490,10 @@ class _Terms:
     nonsense: bool
 
     def counted(self, mode: str) -> dict[str, Any]:
+        """The weight, as an int or a 0-dim tensor, or whether this rank is active."""
         if mode == "mean":
-            return {"local_weight": -1 if self.nonsense else self.weight}
+            weight = torch.tensor(self.weight) if self.weight % 2 else self.weight
+            return {"local_weight": -1 if self.nonsense else weight}
         return {"local_active": "nonsense" if self.nonsense else self.weight > 0}
 
 
