@@ -47,6 +47,11 @@ class Word:
     """When it failed, in seconds of the epoch."""
 
     @property
+    def began(self) -> float:
+        """When it had come to the collective."""
+        return self.time - self.seconds
+
+    @property
     def place(self) -> str:
         """As messages name the collective."""
         return f"collective {self.collective} ({self.what}, phase {self.phase})"
@@ -58,7 +63,7 @@ class Findings:
 
     text: str
     missing: tuple[int, ...] = ()
-    """Ranks of the group that left no word."""
+    """Ranks of the group that left no word, or came when another had given up."""
     culprit: int | None = None
     """The rank that failed by a fault of its own, if one said so."""
 
@@ -157,12 +162,16 @@ def find(own: Word, heard: Mapping[int, Word], silent: Sequence[int], lost: str 
         return Findings(_at_fault(first, heard[first]), (), first)
     if lost:
         return Findings(f"rank 0, which keeps the store of the rendezvous, {lost}", (0,))
-    missing = tuple(silent)
-    if own.kind == "timeout":
-        return Findings(_absent(missing) or _elsewhere(heard), missing)
-    told = [_gave_up(rank, word) for rank, word in heard.items() if word.kind == "timeout"][:1]
-    told += [_absent(missing)] if missing else []
-    return Findings("; ".join(told), missing)
+    gave_up = {rank: word for rank, word in heard.items() if word.kind == "timeout"}
+    ends = [word.time for word in (own, *gave_up.values()) if word.kind == "timeout"]
+    late = {rank: word.began - min(ends) for rank, word in heard.items() if ends and word.began >= min(ends)}
+    told = [f"rank {rank} had given up after {word.seconds:.1f} s in {word.place}" for rank, word in gave_up.items()]
+    told = [] if own.kind == "timeout" else told[:1]
+    told += [f"rank {rank} is missing: it came {seconds:.1f} s later" for rank, seconds in late.items()]
+    told += [_absent(silent)] if silent else []
+    if not told and own.kind == "timeout":  # everybody came to some collective
+        told = [f"rank {rank} was in {word.place}" for rank, word in sorted(heard.items())]
+    return Findings("; ".join(told), tuple(sorted([*silent, *late])))
 
 
 def _at_fault(rank: int, word: Word) -> str:
@@ -172,16 +181,5 @@ def _at_fault(rank: int, word: Word) -> str:
 
 
 def _absent(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return ""
     who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {listed(ranks)} are"
     return f"{who} missing: no word from {'it' if len(ranks) == 1 else 'them'}"
-
-
-def _elsewhere(heard: Mapping[int, Word]) -> str:
-    """Everybody came to some collective: tell to which."""
-    return "; ".join(f"rank {rank} was in {word.place}" for rank, word in sorted(heard.items()))
-
-
-def _gave_up(rank: int, word: Word) -> str:
-    return f"rank {rank} had given up after {word.seconds:.1f} s in {word.place}"

@@ -26,6 +26,7 @@ from shardrun.errors import CommunicatorError, LaunchError
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _SIOCGIFADDR = 0x8915
+_ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is the way out
 
 
 def device_of(config: CommunicatorConfig) -> torch.device:
@@ -67,7 +68,7 @@ def open_process_group(config: CommunicatorConfig) -> tuple[Meeting, DeviceWatch
             store=meeting.store,
             rank=config.rank,
             world_size=config.world_size,
-            timeout=timedelta(seconds=config.init_timeout_s),
+            timeout=timedelta(seconds=_opening_timeout_s(config)),
             device_id=device_id,
         )
         set_group_timeout(None, config.timeout_s)
@@ -79,6 +80,12 @@ def open_process_group(config: CommunicatorConfig) -> tuple[Meeting, DeviceWatch
         ) from error
     meeting.await_all("connected")  # a rank that fails at once must not break the connecting of the others
     return meeting, watch
+
+
+def _opening_timeout_s(config: CommunicatorConfig) -> float:
+    """How long connecting may take; torch's own checks of every call keep it for ever, see set_group_timeout."""
+    detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+    return config.timeout_s if detail else config.init_timeout_s
 
 
 def open_subgroup(members: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -156,6 +163,8 @@ def _choose_interface(config: CommunicatorConfig) -> None:
         return
     # Left alone, gloo asks what this machine's name resolves to, which is often 127.0.1.1 or nothing.
     interface = None if config.init_file is not None else interface_towards(config.master_addr)
+    if interface == LOOPBACK_INTERFACE and not config.one_host:  # the other hosts have to reach this one
+        interface = interface_towards(_ELSEWHERE)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -47,6 +47,7 @@ class _At:
 
 
 def _step_on_a_device(comm: sr.Communicator, phase: str, manner: str, stay_s: float = 0.0) -> dict[str, Any]:
+    timeout_s = 1.0 if manner == NEVER else comm.timeout_s
     fake = FakeNccl()
     _attach(comm, fake)
     model = seeded(4, MixedNet)
@@ -58,7 +59,7 @@ def _step_on_a_device(comm: sr.Communicator, phase: str, manner: str, stay_s: fl
     if comm.rank == _VICTIM:
         comm.observer = _At(fake, phase, manner)
     began = time.monotonic()
-    with pytest.raises(StepFailed) as caught:
+    with pytest.raises(StepFailed) as caught, comm.timeout(timeout_s):
         zero2.step(local_weight=5, max_grad_norm=0.5)
     waited = time.monotonic() - began
     mark("failed")
@@ -82,8 +83,7 @@ def _step_on_a_device(comm: sr.Communicator, phase: str, manner: str, stay_s: fl
     ("phase", "manner"), [("reduce", LATE_ERROR), ("gather", WATCHDOG), ("reduce", NEVER), ("gather", NEVER)]
 )
 def test_a_step_that_fails_late_fails_before_the_vote_and_changes_nothing(phase: str, manner: str) -> None:
-    timeout_s = 1.0 if manner == NEVER else 20.0
-    with start_ranks(2, _step_on_a_device, phase, manner, comm_timeout_s=timeout_s, debug="OFF") as ranks:
+    with start_ranks(2, _step_on_a_device, phase, manner, comm_timeout_s=20.0, debug="OFF") as ranks:
         outcomes = ranks.collect(30.0)
     for outcome in outcomes:
         assert outcome.ok, outcome.error

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ import shardrun as sr
 from shardrun.comm.rendezvous import meet
 from shardrun.errors import CommunicatorError, StepFailed, UsageError
 from tests.support.models import MixedNet, loss_sum, seeded, token_batch
-from tests.support.rank_process import Seat
-from tests.support.ranks import Outcome, run_ranks, start_ranks
+from tests.support.rank_process import Seat, mark
+from tests.support.ranks import Outcome, start_ranks
 from tests.support.sessions import make_zero2
 
-_TIMEOUT_S = 1.5
+_TIMEOUT_S = 1.0
 _SLEEPER = 1
 
 
@@ -50,11 +51,12 @@ _NAMED |= {
 
 def _one_does_not_come(comm: sr.Communicator, operation: str) -> dict[str, Any] | None:
     """What a waiting rank is told, and when; the sleeper says what it is told as it wakes up."""
-    half = _halves(comm)
-    comm.enter("reduce")
+    with comm.timeout(20.0):  # only what is to end in time has little of it: other processes may have the machine
+        half = _halves(comm)
+        comm.enter("reduce")
+        comm.vote()
     if operation == "connecting" and comm.rank != _SLEEPER:  # the sleeper has come to the agreement, but no further
         setattr(comm, "_agreed_members", lambda ranks: (0, 1))  # noqa: B010
-    comm.vote()
     if comm.rank == _SLEEPER:
         time.sleep(_TIMEOUT_S + 1.7)
     began = time.monotonic()
@@ -105,7 +107,8 @@ def _check_waiting(name: str, outcomes: list[Outcome]) -> None:
     assert "timeout" in {found["kind"] for found in waiting}, name
     for found in waiting:
         assert found["missing"] == (_SLEEPER,), (name, found["told"])
-        assert "rank 1 is missing: no word from it" in found["told"], name
+        # On a busy machine the sleeper may wake up while the others still listen.
+        assert re.search("rank 1 is missing: (no word from it|it came .* s later)", found["told"]), name
         assert f"({_NAMED.get(name, name)}, phase reduce)" in found["told"]
         assert found["waited"] < _TIMEOUT_S + 4.0, "the time, a second for the words of others, and a busy machine"
         assert found["again"] < 0.5, "promised are 10 ms, on an idle machine"
@@ -113,13 +116,17 @@ def _check_waiting(name: str, outcomes: list[Outcome]) -> None:
         assert found["phase"] == "reduce"
         assert found["last"]["ended"] == "unfinished"
     timed_out = next(found for found in waiting if found["kind"] == "timeout")
-    seconds = re.search(r"timed out after (\d+\.\d) s", timed_out["told"])
-    assert seconds is not None, timed_out["told"]
-    assert _TIMEOUT_S - 0.2 < float(seconds[1]) < _TIMEOUT_S + 3.0
+    assert _TIMEOUT_S - 0.2 < _timed_out_after(timed_out["told"]) < _TIMEOUT_S + 3.0
     sleeper = outcomes[_SLEEPER].value
     if sleeper is not None:
         assert "had given up after" in sleeper["told"], (name, sleeper["told"])
         assert sleeper["waited"] < 2.0, "it comes too late to wait"
+
+
+def _timed_out_after(told: str) -> float:
+    found = re.search(r"timed out after (\d+\.\d) s; rank 1 is missing", told)
+    assert found is not None, told
+    return float(found[1])
 
 
 # ---- the step (C120) -------------------------------------------------------------------------------------------------
@@ -133,19 +140,20 @@ def _step_without_rank_1(comm: sr.Communicator) -> str:
         if comm.rank == 1 and step == 2:
             time.sleep(60)
         try:
-            zero2.step(local_weight=5)
+            with comm.timeout(1.0 if step == 2 else 20.0):
+                zero2.step(local_weight=5)
         except StepFailed as error:
             return str(error)
     return "no error"
 
 
 def test_c120_the_error_names_rank_phase_step_and_how_long() -> None:
-    with start_ranks(2, _step_without_rank_1, comm_timeout_s=1.0, debug="OFF") as ranks:
+    with start_ranks(2, _step_without_rank_1, comm_timeout_s=20.0, debug="OFF") as ranks:
         (outcome,) = ranks.collect(20.0, ranks=[0])
     assert outcome.ok, outcome.error
     assert re.search(
         r"step 2 failed in phase agree: communicator closed at collective \d+ \(agreement, phase agree\) failed on "
-        r"rank 0: timed out after 1\.\d s; rank 1 is missing: no word from it\. Parameters and optimizer state are "
+        r"rank 0: timed out after [1-4]\.\d s; rank 1 is missing: no word from it\. Parameters and optimizer state are "
         r"those of step 1",
         outcome.value,
     ), outcome.value
@@ -156,7 +164,9 @@ def test_c120_the_error_names_rank_phase_step_and_how_long() -> None:
 
 def _longer_block(comm: sr.Communicator) -> dict[str, Any]:
     """A save may take longer than a step: both ways of waiting, in the world and in a subgroup."""
-    group = comm.subgroup([0, 1])
+    with comm.timeout(20.0):
+        group = comm.subgroup([0, 1])
+        comm.vote()
     assert group is not None
     lazy = comm.rank == 1
     with comm.timeout(30.0):
@@ -164,14 +174,14 @@ def _longer_block(comm: sr.Communicator) -> dict[str, Any]:
         with group.timeout(20.0):
             nested = comm.timeout_s
         if lazy:
-            time.sleep(1.3)
+            time.sleep(1.1)
         comm.vote()
         if lazy:
-            time.sleep(1.3)
+            time.sleep(1.1)
         group.reduce_slice(torch.zeros(4), torch.zeros(2))
     found = {"inside": inside, "nested": nested, "after": comm.timeout_s}
     if lazy:
-        time.sleep(3.0)
+        time.sleep(60.0)
     began = time.monotonic()
     try:
         comm.vote()
@@ -183,8 +193,7 @@ def _longer_block(comm: sr.Communicator) -> dict[str, Any]:
 def _shorter_block(comm: sr.Communicator, exchange: bool) -> dict[str, Any]:
     comm.vote()
     if comm.rank == 1:
-        time.sleep(4.0)
-        return {}
+        time.sleep(60.0)
     began = time.monotonic()
     operation = _OPERATIONS["reduce" if exchange else "vote"]
     with pytest.raises(CommunicatorError) as caught, comm.timeout(0.7):
@@ -199,16 +208,16 @@ def test_a_block_of_collectives_has_a_time_of_its_own() -> None:
             stack.enter_context(start_ranks(2, _shorter_block, exchange, comm_timeout_s=60.0, debug="OFF"))
             for exchange in (False, True)
         ]
-        in_longer = longer.collect(30.0)
-        in_shorter = [ranks.collect(30.0)[0] for ranks in shorter]
-    for outcome in (*in_longer, *in_shorter):
+        (in_longer,) = longer.collect(30.0, [0])
+        in_shorter = [ranks.collect(30.0, [0])[0] for ranks in shorter]
+    for outcome in (in_longer, *in_shorter):
         assert outcome.ok, outcome.error
-    waiting = in_longer[0].value
+    waiting = in_longer.value
     assert (waiting["inside"], waiting["nested"], waiting["after"]) == ((30.0, 30.0), 20.0, 0.9)
-    assert "timed out after 0.9 s; rank 1 is missing" in waiting["told"]
+    assert 0.8 < _timed_out_after(waiting["told"]) < 4.0
     for outcome in in_shorter:
-        assert "timed out after 0.7 s; rank 1 is missing" in outcome.value["told"]
-        assert outcome.value["waited"] < 4.0
+        assert 0.6 < _timed_out_after(outcome.value["told"]) < 4.0
+        assert outcome.value["waited"] < 6.0
         assert outcome.value["after"] == 60.0
 
 
@@ -226,7 +235,7 @@ def test_a_time_that_cannot_be_meant_is_refused_where_it_is_asked_for(seconds: f
 
 
 def _config(seat: Seat, **changes: Any) -> sr.CommunicatorConfig:
-    given: dict[str, Any] = {"rank": seat.rank, "world_size": 3, "init_file": seat.init_file, "init_timeout_s": 1.0}
+    given: dict[str, Any] = {"rank": seat.rank, "world_size": 3, "init_file": seat.init_file, "init_timeout_s": 2.0}
     return sr.CommunicatorConfig(**given | changes)
 
 
@@ -243,20 +252,24 @@ def _waits_for_connections(seat: Seat) -> tuple[str, float] | None:
     """Rank 1 has come, but does not connect: the time of the rendezvous counts, not that of collectives."""
     if seat.rank == 1:
         meet(_config(seat))
-        time.sleep(4.0)
+        for rank in (0, 2):
+            while not Path(seat.init_file).with_name(f"mark-{rank}-left").exists():
+                time.sleep(0.01)
         return None
     began = time.monotonic()
     with pytest.raises(CommunicatorError) as caught:
         sr.Communicator.open(_config(seat))
+    mark("left")
     return str(caught.value), time.monotonic() - began
 
 
 def test_a_rank_that_does_not_come_to_the_rendezvous_is_named() -> None:
     with ExitStack() as stack:
         running = [
-            stack.enter_context(start_ranks(3, _waits_at_the_rendezvous, absent, open_comm=False)) for absent in (0, 2)
+            stack.enter_context(start_ranks(3, _waits_at_the_rendezvous, absent, open_comm=False, debug="OFF"))
+            for absent in (0, 2)
         ]
-        connecting = stack.enter_context(start_ranks(3, _waits_for_connections, open_comm=False))
+        connecting = stack.enter_context(start_ranks(3, _waits_for_connections, open_comm=False, debug="OFF"))
         ends = [ranks.collect(30.0) for ranks in running]
         unconnected = connecting.collect(30.0)
     for absent, outcomes in zip((0, 2), ends, strict=True):
@@ -266,22 +279,34 @@ def test_a_rank_that_does_not_come_to_the_rendezvous_is_named() -> None:
                 continue
             told, waited = outcome.value
             assert told.startswith(f"rank {absent} has not come to the rendezvous at ")
-            assert "within 1 s" in told
+            assert "within 2 s" in told
             assert "init_timeout_s" in told
-            assert 0.9 < waited < 4.0
+            assert 1.9 < waited < 5.0
     for rank in (0, 2):
         assert unconnected[rank].ok, unconnected[rank].error
         told, waited = unconnected[rank].value
         assert "found all 3 ranks at" in told
         assert "could not connect" in told
-        assert waited < 4.0
+        assert waited < 8.0
 
 
-def _vote_twice(comm: sr.Communicator) -> int:
+def _vote_without_rank_1(comm: sr.Communicator) -> tuple[str, tuple[int, ...], float]:
     comm.vote()
-    return comm.collective
+    if comm.rank == 1:
+        time.sleep(60.0)
+    began = time.monotonic()
+    with pytest.raises(CommunicatorError), comm.timeout(1.0):
+        comm.vote()
+    failure = comm.failure
+    assert failure is not None
+    return failure.kind, failure.missing, time.monotonic() - began
 
 
-def test_the_words_of_a_rank_that_fails_reach_all_also_where_torch_checks_every_call() -> None:
-    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the groups; opening, timeouts and closing work all the same."""
-    assert run_ranks(2, _vote_twice, comm_timeout_s=5.0, debug="DETAIL") == [1, 1]
+def test_a_missing_rank_is_named_also_where_torch_checks_every_call_by_one_more() -> None:
+    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL its checks keep the time with which the group was made."""
+    with start_ranks(2, _vote_without_rank_1, comm_timeout_s=2.0, debug="DETAIL") as ranks:
+        (outcome,) = ranks.collect(30.0, [0])
+    assert outcome.ok, outcome.error
+    kind, missing, waited = outcome.value
+    assert (kind, missing) == ("timeout", (1,))
+    assert waited < 8.0

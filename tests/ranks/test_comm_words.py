@@ -45,8 +45,7 @@ class _Stderr:
 
 def _meets_a_fault(seat: Seat, port: int | None, kind: str, victim: int) -> dict[str, Any]:
     place: dict[str, Any] = {"init_file": seat.init_file} if port is None else {"master_port": port}
-    timeout_s = 1.5 if kind == "stop" else 20.0
-    config = sr.CommunicatorConfig(rank=seat.rank, world_size=seat.world_size, timeout_s=timeout_s, **place)
+    config = sr.CommunicatorConfig(rank=seat.rank, world_size=seat.world_size, timeout_s=20.0, **place)
     with _Stderr() as stderr:
         comm = sr.Communicator.open(config)
         comm.enter("propose")
@@ -55,7 +54,7 @@ def _meets_a_fault(seat: Seat, port: int | None, kind: str, victim: int) -> dict
             time.sleep(0.2)  # the others are waiting by then
             _strike(kind)
         began = time.monotonic()
-        with pytest.raises(CommunicatorError) as caught:
+        with pytest.raises(CommunicatorError) as caught, comm.timeout(1.5 if kind == "stop" else 20.0):
             comm.vote()
         waited = time.monotonic() - began
     failure = comm.failure

@@ -15,8 +15,8 @@ from shardrun.comm import last_words
 from shardrun.comm.last_words import Findings, Kind, LastWords, Word, find
 
 
-def _word(kind: Kind, text: str = "", *, collective: int = 41, at: float = 0.0) -> Word:
-    return Word(kind, collective, "reduce", "reduce", 10.0, text, at)
+def _word(kind: Kind, text: str = "", *, collective: int = 41, at: float = 0.0, seconds: float = 10.0) -> Word:
+    return Word(kind, collective, "reduce", "reduce", seconds, text, at)
 
 
 _TIMEOUT = _word("timeout", "timed out after 10.0 s")
@@ -58,6 +58,15 @@ def test_a_timeout_of_all_ranks_tells_where_each_was() -> None:
 def test_a_late_rank_learns_that_the_others_gave_up() -> None:
     found = find(_CLOSED, {0: _TIMEOUT, 2: _TIMEOUT}, [])
     assert found == Findings("rank 0 had given up after 10.0 s in collective 41 (reduce, phase reduce)")
+
+
+def test_a_rank_that_comes_when_another_has_given_up_is_missing_all_the_same() -> None:
+    late = _word("closed", at=1.5, seconds=0.25)
+    assert find(_TIMEOUT, {1: late}, []) == Findings("rank 1 is missing: it came 1.2 s later", (1,))
+    third = find(_CLOSED, {0: _TIMEOUT, 1: late}, [])
+    assert third.missing == (1,)
+    assert third.text.startswith("rank 0 had given up after 10.0 s")
+    assert find(late, {0: _TIMEOUT, 2: _CLOSED}, []).missing == (), "the late one itself names nobody"
 
 
 def test_after_a_closed_connection_the_silent_are_missing() -> None:
