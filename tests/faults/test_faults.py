@@ -125,7 +125,7 @@ def test_a_killed_rank_leaves_the_others_at_a_whole_step(
 @in_the_main_ones
 @pytest.mark.sampled("place")
 @pytest.mark.parametrize("kind", ["stop", "hang"])
-@pytest.mark.parametrize("place", ["agree:1", "reduce:1", "gather:1"])
+@pytest.mark.parametrize("place", ["agree:1", "reduce:1", "gather:1", "vote:1"])
 def test_a_rank_that_stops_is_left_behind_in_time_and_fenced_out_when_it_wakes(
     kind: str, place: str, strategy: str, world_size: int, ended: Outcomes
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardrun as sr
+from shardrun.comm.faults import plan
 from tests.faults.conftest import Outcomes
 from tests.faults.scenes import GOOD_STEPS, Told, ask_otherwise, bring_nan, suffer
 from tests.faults.subjects import SAFE, Subject
@@ -117,21 +118,38 @@ def test_other_options_on_one_rank_are_refused_by_all(
     ended(what, f"{strategy} {world_size}", "refused by all, then all go on", seconds)
 
 
-def _lies(subject: Subject) -> None:
-    from shardrun.comm.faults import plan
-
-    plan(f"lie rank {_VICTIM} about fingerprint at agree:1").install(subject.comm)
+def _lies(place: str, subject: Subject) -> None:
+    plan(f"lie rank {_VICTIM} about fingerprint at {place}").install(subject.comm)
     subject.step()
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [(strategy, size) for strategy in SAFE for size in (2, 3)])
-def test_another_fingerprint_is_refused_by_all(strategy: str, world_size: int, ended: Outcomes) -> None:
-    attempts = run_ranks(world_size, ask_otherwise, strategy, _VICTIM, _lies, debug="OFF")
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "place"),
+    [(strategy, size, "agree:1") for strategy in SAFE for size in (2, 3)]
+    + [(strategy, size, "decide:1") for strategy, size in _SHARDED],
+)
+def test_another_fingerprint_is_refused_by_all(strategy: str, world_size: int, place: str, ended: Outcomes) -> None:
+    attempts = run_ranks(world_size, ask_otherwise, strategy, _VICTIM, partial(_lies, place), debug="OFF")
     _check_refused(
         attempts, {"CallMismatch"}, "the ranks are in different operations and nothing was sent", "rank 0 in "
     )
     seconds = max(told.seconds for told, _ in attempts)
     ended("14 another fingerprint from one rank", f"{strategy} {world_size}", "refused by all, then all go on", seconds)
+
+
+@in_the_main_ones
+def test_another_fingerprint_in_the_vote_is_a_failed_vote(strategy: str, world_size: int, ended: Outcomes) -> None:
+    """What was gathered stands on the gradients by then, so that nobody could go on as if nothing had been."""
+    text = f"lie rank {_VICTIM} about fingerprint at vote"
+    with start_ranks(world_size, suffer, strategy, text, comm_timeout_s=20, debug="OFF") as ranks:
+        every: list[Told] = [outcome.value for outcome in ranks.collect(60)]
+    for told in every:
+        assert (told.kind, told.phase, told.in_doubt, told.poisoned) == ("StepFailed", "vote", True, True)
+        assert told.whole
+        assert told.steps == GOOD_STEPS
+        assert "the ranks are in different operations" in told.message
+    seconds = max(told.seconds for told in every)
+    ended("4 another fingerprint in the vote", f"{strategy} {world_size}", "as before the step, in doubt", seconds)
 
 
 @in_the_main_ones
