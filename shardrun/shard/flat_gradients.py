@@ -72,7 +72,7 @@ class FlatGradients:
     ) -> None:
         self.buckets: list[GradientBucket] = []
         self.held: list[Held] = []
-        self._adopt = adopt
+        self.adopts = adopt
         self._frozen = [(path, parameter) for path, parameter in parameters.items() if not parameter.requires_grad]
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
@@ -130,7 +130,7 @@ class FlatGradients:
                 problems.append(problem)
             elif grad is not None and grad is not held.grad:
                 held.grad.copy_(grad)
-                if self._adopt:
+                if self.adopts:
                     _set_grad(held.parameter, held.grad)
             present.append(grad is not None)
         return Pending(tuple(present), tuple(problems))
@@ -205,9 +205,19 @@ def like_parameter(held: Held, grad: Tensor) -> Tensor:
     return torch.empty_like(held.parameter, dtype=grad.dtype).copy_(grad)
 
 
-def deliver(held: Held, grad: Tensor) -> None:
-    """Hand a reduced gradient to the user as `.grad`; the next window accumulates in FP32 again."""
-    _set_grad(held.parameter, grad)
+def deliver(held: Held, grad: Tensor, *, adopted: bool) -> Tensor:
+    """Make a reduced gradient the parameter's `.grad`, and return it as it is there.
+
+    `adopted`: the next window accumulates in FP32 again, from its first backward on. torch assigns no gradient of
+    another dtype than `grad_dtype`, so one that has it is assigned and then given the memory of `grad`.
+    """
+    parameter = held.parameter
+    if adopted and grad.dtype != torch.float32:
+        parameter.grad = shell = grad.new_zeros((), dtype=torch.float32).expand(grad.shape)
+        shell.data = grad
+        return shell
+    _set_grad(parameter, grad)
+    return grad
 
 
 def _structure_problem(held: Held) -> str:

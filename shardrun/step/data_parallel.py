@@ -180,8 +180,7 @@ class WholeGradients:
         for held in self.flat.held:
             held.parameter.grad = None
             if window.present[held.path]:
-                handed[held.path] = self._whole[held.path]
-                deliver(held, handed[held.path])
+                handed[held.path] = deliver(held, self._whole[held.path], adopted=self.flat.adopts)
         self._reduced, self._whole = [], {}
         return handed
 

@@ -322,3 +322,21 @@ def test_a_parameter_that_was_replaced_after_setup_is_refused_by_name() -> None:
     torch.autograd.backward(model(torch.ones(2, 7)).sum())
     with pytest.raises(StepRefused, match=r"up\.weight: the model holds another object"):
         session.reduce(local_weight=2, missing="zero")
+
+
+def test_a_window_after_a_16_bit_reduction_meets_in_fp32_from_its_first_backward_on() -> None:
+    model = Vectors({"w": (3,)}, dtype=torch.bfloat16)
+    model.register_parameter("tied", model.get_parameter("w"))
+    session = sr.DataParallel(sr.Communicator.single(), model)
+    for _ in range(2):
+        push(model, {"w": torch.ones(3), "tied": torch.full((3,), 2.0**-8)})  # two uses in one backward
+        result = session.reduce(local_weight=1)
+        (grad,) = result.gradients.values()
+        assert grad is model.get_parameter("w").grad
+        assert grad.dtype == torch.bfloat16
+        torch.optim.SGD(model.parameters(), lr=0.5, fused=False).step()
+        model.zero_grad()
+    push(model, {"w": torch.ones(3), "tied": torch.full((3,), 2.0**-8)})
+    (grad,) = session.reduce_fp32(local_weight=1).gradients.values()
+    assert grad.tolist() == [1.00390625] * 3
+    assert model.get_parameter("w").tolist() == [-1.0] * 3
