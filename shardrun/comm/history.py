@@ -38,6 +38,10 @@ class Call:
         self.sizes = [*_sizes(buffers)]  # numbers only: a buffer that is remembered here could not be freed
         self.took_ns: int | None = None
         """None while it is unfinished."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Its time counts from here, if something came between its announcement and this."""
         self.started_s = time.time()
         self._began_ns = time.perf_counter_ns()
 

@@ -127,6 +127,7 @@ class WorldState:
         try:
             if self.observer is not None:
                 self.observer(self.phase, self.collective)
+                call.begin()
             begun = True
             yield
             call.end()

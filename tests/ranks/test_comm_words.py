@@ -203,3 +203,22 @@ def test_the_ring_tells_what_a_rank_did_before_it_failed() -> None:
     assert all(ours[key] == theirs[key] for ours, theirs in both for key in same), "ranks can be laid side by side"
     assert "unfinished" in survivor["text"].splitlines()[-1]
     assert len(survivor["text"].splitlines()) == len(history) + 1
+
+
+def _stalls_in_its_observer(comm: sr.Communicator) -> tuple[int, ...]:
+    """The last rank hangs where a fault plan would have it hang, and wakes while the first still listens."""
+    comm.vote()
+    if comm.rank == 1:
+        comm.observer = lambda phase, collective: time.sleep(1.6)
+    with pytest.raises(CommunicatorError), comm.timeout(1.0):
+        comm.vote()
+    assert comm.failure is not None
+    return comm.failure.missing
+
+
+def test_a_rank_that_stalls_before_it_sends_is_missing_though_it_had_begun() -> None:
+    with start_ranks(2, _stalls_in_its_observer, comm_timeout_s=20.0, debug="OFF") as ranks:
+        waiting, sleeper = ranks.collect(30.0)
+    assert waiting.ok, waiting.error
+    assert sleeper.ok, sleeper.error
+    assert (waiting.value, sleeper.value) == ((1,), ())
