@@ -65,7 +65,7 @@ class Muon(_Matrices):
     """Factor of the rate by shape. original, and null: sqrt(max(1, rows / columns)). match_rms_adamw: 0.2 times the
     root of the larger side, so that a rate found with adamw fits."""
     rest: Rest = RestAdamW(name="adamw")
-    """The optimizer of the parameters that are not 2-D."""
+    """The optimizer of the parameters that are not 2-D, or that it names."""
     options: Annotated[tuple[MuonOptionGroup, ...], Field(strict=False)] = ()
     """Options of their own for some parameters, of the matrices and of the rest; the first match wins."""
 
@@ -104,7 +104,8 @@ class Factory(_Matrices):
     factory_options: PlainOptions = Field(default={})
     """Its other options, as keyword arguments."""
     rest: Rest | None = None
-    """The optimizer of the parameters that are not 2-D, where it takes matrices only; null: adamw."""
+    """The optimizer of the parameters that are not 2-D, where it takes matrices only, or that the rest names; null:
+    adamw."""
     options: Annotated[tuple[FactoryOptionGroup, ...], Field(strict=False)] = ()
     """Options of their own for some parameters; the first match wins."""
 
@@ -123,8 +124,11 @@ class Factory(_Matrices):
             yield Broken("strategy", f"{given.get('factory')} is declared as one that {_WHOLE}")
         if given.get("kind") == "elementwise" and given.get("takes") == "matrices":
             yield Broken("takes", "matrices, and an elementwise optimizer takes every shape; leave it out")
-        if given.get("rest") is not None and given.get("takes", "all") == "all":
-            yield Broken("rest", "has no effect, since the factory takes all parameters; write takes: matrices")
+        rest = given.get("rest")
+        if rest is not None and given.get("kind") == "elementwise":
+            yield Broken("rest", "is for what an optimizer of matrices leaves, and this is elementwise; leave it out")
+        elif isinstance(rest, Mapping) and given.get("takes", "all") == "all" and not rest.get("match"):
+            yield Broken("rest", "has no effect, as the factory takes all; write rest.match, or takes: matrices")
         if _has_lr(given):
             yield Broken("factory_options", "lr has its place at optimizer.lr, which the schedule scales")
         if any(map(_has_lr, _groups(given))):

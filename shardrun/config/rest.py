@@ -1,4 +1,4 @@
-"""The optimizer beside one that takes matrices only: it steps the parameters that are left over."""
+"""The optimizer beside one that takes matrices: it steps the parameters that are left over, or left to it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from shardrun.config.elementwise import (
     RpropOptions,
     SGDOptions,
 )
-from shardrun.config.section import NotNegative, Section
+from shardrun.config.section import NotNegative, Patterns, Section
 
 
 class _Rest(Section):
+    match: Patterns = ()
+    """Parameters that go to it whatever their shape, such as embeddings and the head: globs over paths, or re:..."""
     lr: NotNegative | None = None
     """Its learning rate, which the schedule scales as well; null: optimizer.lr."""
 

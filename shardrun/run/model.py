@@ -157,17 +157,19 @@ def option_groups(
 
     The first match has a parameter; a group that matches nothing is refused.
     """
+    return [
+        OptionGroup(matching(patterns, contract, f"optimizer.options.{number}.match"), given, lr_scale)
+        for number, (patterns, given, lr_scale) in enumerate(options)
+    ]
+
+
+def matching(patterns: Sequence[str], contract: Contract, key: str) -> frozenset[str]:
+    """First paths of the trainable parameters of which any name matches; ConfigError, at `key`, where none does."""
     first = {spec.path: contract.specs[spec.alias].path for spec in contract.specs if spec.trainable}
-    groups = []
-    for number, (patterns, given, lr_scale) in enumerate(options):
-        matched = frozenset(first[path] for path in first if any(pattern(text).match(path) for text in patterns))
-        if not matched:
-            raise ConfigError(
-                f"optimizer.options.{number}.match: {list(patterns)} matches none of "
-                f"{len(first)} selected trainable parameters"
-            )
-        groups.append(OptionGroup(matched, given, lr_scale))
-    return groups
+    matched = frozenset(first[path] for path in first if any(pattern(text).match(path) for text in patterns))
+    if not matched:
+        raise ConfigError(f"{key}: {list(patterns)} matches none of {len(first)} selected trainable parameters")
+    return matched
 
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:

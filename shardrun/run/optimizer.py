@@ -16,7 +16,7 @@ from shardrun.config.rest import RestAdamW
 from shardrun.config.schema import Config
 from shardrun.errors import ConfigError
 from shardrun.optim.kinds import Declared, Kind, any_kind, takes
-from shardrun.run.model import option_groups
+from shardrun.run.model import matching, option_groups
 from shardrun.run.recipe import Recipe
 from shardrun.shard.layout import FlatLayout, Placed, align
 from shardrun.step.data_parallel import SelectedDataParallel
@@ -77,16 +77,18 @@ def shard_optimizer(
     groups = option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], session.contract)
     if asked.strategy == "zero2":
         return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, **options)
-    _require_any(optimizer, session)
-    owners = _saved_owners(saved, session)
     rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
+    left = matching(rest.match, session.contract, "optimizer.rest.match") if rest.match else frozenset()
+    _require_any(optimizer, session, left)
+    owners = _saved_owners(saved, session)
     return SelectedZero1(
         session,
         optimizer,
         option_groups=groups,
         owners=owners,
         rest=rest.name,
-        rest_options=rest.model_dump(exclude={"name"}) | {"lr": asked.lr if rest.lr is None else rest.lr},
+        rest_options=rest.model_dump(exclude={"name", "match"}) | {"lr": asked.lr if rest.lr is None else rest.lr},
+        rest_paths=left,
         masters=masters,
         **options,
     )
@@ -165,12 +167,12 @@ def _group_options(asked: Matched) -> dict[str, Any]:
     return asked.model_dump(exclude={"match", "lr_scale"}, exclude_none=True)
 
 
-def _require_any(optimizer: str | Declared, session: SelectedDataParallel) -> None:
+def _require_any(optimizer: str | Declared, session: SelectedDataParallel, left: frozenset[str]) -> None:
     """An optimizer that would have nothing to step is a mistake, and the rest alone needs none beside it."""
     kind = any_kind(optimizer)
     specs = [spec for spec in session.contract.distinct() if spec.path in set(session.order)]
-    if not any(takes(kind, spec.shape) for spec in specs):
+    if not any(takes(kind, spec.shape) for spec in specs if spec.path not in left):
         raise ConfigError(
-            f"optimizer: {kind.name} takes matrices, and none of the {len(specs)} selected trainable parameters is "
-            "2-D; write the optimizer that steps the rest alone"
+            f"optimizer: {kind.name} has nothing to step: none of the {len(specs)} selected trainable parameters is "
+            "one that it takes and that is not left to the rest; write the optimizer of the rest alone"
         )

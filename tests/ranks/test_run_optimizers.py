@@ -16,7 +16,7 @@ from tests.support.training import RECIPES, Trained, document, train, trained
 from tests.support.verifying import Silent, forked, verify_config
 
 OWN = str(RECIPES / "own_optimizer.py")
-MUON = {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 0.003}}
+MUON: dict[str, Any] = {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 0.003}}
 ROWS = {"factory": "Rows", "kind": "matrix", "lr": 0.01, "takes": "matrices"}
 ADAFACTOR = {"factory": "Adafactor", "kind": "matrix", "lr": 0.01}
 SIGNS = {"factory": "signs", "kind": "elementwise", "lr": 0.01}
@@ -206,3 +206,12 @@ def test_a_false_claim_ends_the_run_before_it_starts(tmp_path: Path) -> None:
     assert done.codes == [2, 2]
     assert "normed is declared elementwise, but a vector cut at multiples of 256 is stepped otherwise" in done.errors[0]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_matrix_cannot_change_its_optimizer(tmp_path: Path, stopped: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    rest = {**MUON["rest"], "match": ["second.weight"]}
+    done = train(config(tmp_path / "run", 2, {**MUON, "rest": rest}), accept_changes=True)
+    assert done.codes == [3, 3]
+    assert "does not fit this run" in done.errors[0]
+    assert "layout" in done.errors[0]

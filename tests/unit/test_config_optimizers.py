@@ -61,7 +61,7 @@ def test_options_and_defaults_are_those_of_torch(name: str) -> None:
 def test_what_steps_the_rest_has_the_options_of_torch(name: str) -> None:
     known = torch_options(name)
     made = config({"name": "muon", "lr": 1, "rest": {"name": name}}).optimizer.model_dump()["rest"]
-    assert made == {**known, "name": name, "lr": None}
+    assert made == {**known, "name": name, "lr": None, "match": ()}
 
 
 def test_all_optimizers_are_the_librarys() -> None:
@@ -156,7 +156,8 @@ CASES = [
     ({**FACTORY, "factory_options": {"a": float("nan")}}, "optimizer.factory_options: nan is not finite"),
     ({**FACTORY, "options": [{"match": ["*"], "factory_options": {"lr": 1}}]}, "options: lr in factory_options; write"),
     ({**FACTORY, "options": [{"match": ["*"], "weight_decay": 1}]}, "optimizer.options[0].weight_decay: unknown key"),
-    ({**FACTORY, "rest": {"name": "sgd"}}, "optimizer.rest: has no effect, since the factory takes all parameters; wr"),
+    ({**FACTORY, "rest": {"name": "sgd"}}, "optimizer.rest: has no effect, as the factory takes all; write rest.match"),
+    ({**FACTORY, "kind": "elementwise", "rest": {"name": "sgd"}}, "optimizer.rest: is for what an optimizer of matric"),
     ({**FACTORY, "kind": "elementwise", "takes": "matrices"}, "optimizer.takes: matrices, and an elementwise optimize"),
 ]  # fmt: skip
 

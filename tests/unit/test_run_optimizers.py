@@ -259,8 +259,20 @@ def test_an_optimizer_that_is_not_what_was_said_is_refused(
 @pytest.mark.parametrize("optimizer", [section("muon"), section("Rows of matrices")])
 def test_an_optimizer_of_matrices_without_a_matrix_is_refused(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     optimizer = {**optimizer, "options": []}
-    with pytest.raises(ConfigError, match="takes matrices, and none of the 2 selected trainable parameters is 2-D"):
+    with pytest.raises(ConfigError, match="has nothing to step: none of the 2 selected trainable parameters is one"):
         built(tmp_path, optimizer, select={"include": ["*.bias"]})
+
+
+def test_matrices_may_be_left_to_the_rest_by_name(tmp_path: Path) -> None:
+    rest = {"name": "adamw", "lr": 0.1, "match": ["second.*"]}
+    shown = tables(built(tmp_path, {"name": "muon", "lr": 0.02, "rest": rest}))["split"]
+    assert [row[3] for row in shown] == ["first.weight", "first.bias, second.weight, second.bias"]
+    own = {**section("Rows"), "options": [], "rest": rest}
+    assert tables(built(tmp_path, own))["split"][0][3] == "first.weight, first.bias"
+    with pytest.raises(ConfigError, match="muon has nothing to step: none of the 4 selected"):
+        built(tmp_path, {"name": "muon", "lr": 0.02, "rest": {**rest, "match": ["*"]}})
+    with pytest.raises(ConfigError, match=r"optimizer.rest.match: \['third.\*'\] matches none of 4 selected trainable"):
+        built(tmp_path, {"name": "muon", "lr": 0.02, "rest": {**rest, "match": ["third.*"]}})
 
 
 # ---- where parameters stand in a checkpoint --------------------------------------------------------------------------
