@@ -82,7 +82,7 @@ def _of_another(name: str, section: str, optimizer: Any) -> str:
     if about == FACTORY:
         return f"write {name} inside optimizer.factory_options if {at['factory']} takes it"
     inside = any(name in model.model_fields for model in RESTS.values())
-    hint = "; inside optimizer.rest it is of what muon does not take" if about == "muon" and inside else ""
+    hint = "; for what muon leaves, write it inside optimizer.rest" if about == "muon" and inside else ""
     return f"{name} is a key of {_joined(owners, 'and')}, and {section}.name is {about}{hint}"
 
 
