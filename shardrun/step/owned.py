@@ -65,6 +65,11 @@ class OwnedOptimizer:
         """Bytes of optimizer state on this rank, padding included."""
         return sum(stepper.state_nbytes for stepper in self._steppers)
 
+    @property
+    def shadow_nbytes(self) -> int:
+        """Bytes of the copies in which matrix optimizers make their proposals."""
+        return sum(stepper.shadow_nbytes for stepper in self._steppers if isinstance(stepper, TensorOptimizer))
+
     def rates(self, lr: float | None) -> list[float]:
         """Learning rate per param group."""
         if lr is None:

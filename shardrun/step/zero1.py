@@ -110,6 +110,12 @@ class SelectedZero1(ShardedOptimizer):
         """The torch.optim objects of `optimizer` and of `rest`, or the one that has parameters; for schedulers."""
         return self._owned.optimizers
 
+    @property
+    def gradient_nbytes(self) -> dict[str, int]:
+        """As SelectedZero2.gradient_nbytes; what a matrix optimizer proposes in counts as proposed."""
+        held = super().gradient_nbytes
+        return {**held, "proposed": held["proposed"] + self._owned.shadow_nbytes}
+
     def step(
         self,
         *,
