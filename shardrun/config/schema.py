@@ -17,6 +17,9 @@ from shardrun.config.section import Broken, Count, Fraction, Natural, Patterns, 
 
 SPANS = ("steps", "epochs", "tokens")
 
+Timeout = Annotated[float, Field(gt=0, le=7 * 86400)]
+"""As much as a communicator takes."""
+
 
 class Run(Section):
     """Name, folder and randomness of the run."""
@@ -126,8 +129,12 @@ class Topology(Section):
     """Number of ranks, one process each."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl with one GPU per rank where GPUs are, gloo elsewhere."""
-    timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 1800.0
+    timeout_s: Timeout = 1800.0
     """Seconds that a rank waits for the others."""
+    init_timeout_s: Timeout = 300.0
+    """Seconds that a rank waits for the others at the rendezvous, before anything is built."""
+    save_timeout_s: Timeout = 3600.0
+    """Seconds that a rank waits for the others in a save or a restore, where a slow disk is waited for."""
     threads_per_rank: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of torch per rank. Part of the numerics."""
     allow_non_loopback: bool = False
@@ -194,7 +201,8 @@ class Config(Section):
 # Nothing under these keys changes what is trained.
 _NO_MEANING = {
     "run.name", "run.dir", "log", "checkpoint", "eval",
-    "topology.timeout_s", "topology.allow_non_loopback", "topology.max_restarts", "data.workers", "data.prefetch",
+    "topology.timeout_s", "topology.init_timeout_s", "topology.save_timeout_s", "topology.allow_non_loopback",
+    "topology.max_restarts", "data.workers", "data.prefetch",
 }  # fmt: skip
 
 

@@ -69,7 +69,10 @@ def open_communicator(config: Config) -> Communicator:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     joined = CommunicatorConfig.from_env(
-        backend=backend, timeout_s=topology.timeout_s, allow_non_loopback=topology.allow_non_loopback
+        backend=backend,
+        timeout_s=topology.timeout_s,
+        init_timeout_s=topology.init_timeout_s,
+        allow_non_loopback=topology.allow_non_loopback,
     )
     if joined.world_size != topology.world_size:
         raise ConfigError(

@@ -61,8 +61,10 @@ def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Li
     )
     saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
     lineage.parent = saved.path
-    if built.recipe.on_save is not None and built.comm.rank == 0:
-        write_export(run_dir, saved.path.name, built.recipe.on_save, built.model)
+    if built.recipe.on_save is not None:
+        if built.comm.rank == 0:
+            write_export(run_dir, saved.path.name, built.recipe.on_save, built.model)
+        built.comm.compare("export written", "")  # waited for as long as for the save that it is part of
     return saved
 
 

@@ -244,7 +244,8 @@ class Trainer:
         if not self.plan.saves or self._saved_step == self.progress.step:
             return
         self.built.comm.enter("save")
-        saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
+        with self.built.comm.timeout(self.built.config.topology.save_timeout_s):
+            saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step
         if self.metrics is not None:
             self.metrics.saved()

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.store import CHECKPOINTS, step_of
+from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
+from shardrun.errors import ShardrunError, StoppedAfterSave
 from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import PICTURE, write_curve
 from shardrun.run.metrics import MetricsFile
@@ -30,7 +32,9 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
         comm.observer = lambda phase, collective: tether.status.set(
             0 if trainer is None else trainer.current_step, phase, collective
         )
-        built = build(config, comm, saved_order(comm, job))
+        with comm.timeout(config.topology.save_timeout_s):
+            placement = saved_order(comm, job)
+        built = build(config, comm, placement)
         trainer = _trainer(built, job, tether)
         _start_event(trainer)
         already = trainer.finished
@@ -41,6 +45,10 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
             if not already or not (trainer.plan.run_dir / PICTURE).exists():  # killed between the last save and here
                 _draw_curve(trainer.plan.run_dir, tether)
             tether.send("finished", step=trainer.progress.step, already=already)
+    except BaseException as error:
+        if not isinstance(error, StoppedAfterSave):
+            _leave_word(error, comm, 0 if trainer is None else trainer.current_step)
+        raise
     finally:
         comm.close()  # frees peers that wait for this rank
         if trainer is not None and trainer.metrics is not None:
@@ -48,12 +56,22 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
     return 0
 
 
+def _leave_word(error: BaseException, comm: Communicator, step: int) -> None:
+    """Tell the peers, who wait for this rank, whose fault it was; and the log of this rank what came before."""
+    if not (isinstance(error, ShardrunError) and error.agreed):
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        comm.poison(f"rank {comm.rank} failed at step {step}, phase {comm.phase}: {told}")
+    if table := comm.history_text():  # a note is part of the traceback, and that is for the log alone
+        error.add_note(f"the last collectives of rank {comm.rank}:\n{table}")
+
+
 def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
     options, run_dir = job["options"], Path(job["run_dir"])
     witness = Witness(built, options["verify"]) if "verify" in options else None
     if witness is not None:
         witness.before_restore()
-    progress, lineage = resume(built, job)
+    with built.comm.timeout(built.config.topology.save_timeout_s):
+        progress, lineage = resume(built, job)
     if witness is not None:
         witness.after_restore(progress)
     if built.comm.rank == 0 and lineage.parent is not None:

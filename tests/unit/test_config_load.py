@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardrun.comm.config import MAX_TIMEOUT_S
 from shardrun.config.document import MAX_VALUES, read_document
 from shardrun.config.load import differences, from_mapping, load, resolved_yaml
 from shardrun.config.optimizers import AdamW
@@ -116,6 +117,7 @@ def test_an_unknown_key_beside_an_optimizer_without_a_name_is_told(folder: Path)
         ("topology: {timeout_s: .inf}", "c.yaml:9:23: topology.timeout_s: needs a finite number, found inf"),
         ("topology: {timeout_s: true}", "c.yaml:9:23: topology.timeout_s: needs a number, found true"),
         ("topology: {timeout_s: 0}", "c.yaml:9:23: topology.timeout_s: 0 is out of range; allowed: above 0"),
+        ("topology: {timeout_s: 8e5}", "topology.timeout_s: 800000.0 is out of range; allowed: at most 604800"),
         ("schedule: {min_lr_ratio: 0.1}", "min_lr_ratio: 0.1 has no effect with schedule.name constant; choose linear"),
         ("schedule: {min_lr_ratio: 2}", "c.yaml:9:26: schedule.min_lr_ratio: 2 is out of range; allowed: at most 1"),
         ("schedule: {name: Cosine}", "found text 'Cosine'; allowed: constant, linear, cosine; did you mean cosine?"),
@@ -395,6 +397,13 @@ def test_from_mapping_names_what_is_wrong() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["timeout_s", "init_timeout_s", "save_timeout_s"])
+def test_a_timeout_of_the_config_is_one_that_a_communicator_takes(folder: Path, key: str) -> None:
+    config_with(folder, f"topology.{key}={MAX_TIMEOUT_S}")
+    with pytest.raises(ConfigError, match=f"topology.{key}: .* is out of range"):
+        config_with(folder, f"topology.{key}={MAX_TIMEOUT_S + 1}")
+
+
 def config_with(folder: Path, *overrides: str) -> Config:
     return load(written(folder, GOOD), list(overrides))
 
@@ -403,7 +412,7 @@ def config_with(folder: Path, *overrides: str) -> Config:
     "override",
     ["run.name=other", "run.dir=/x", "log.every=7", "checkpoint.every=3", "eval.every=2", "topology.timeout_s=5",
      "data.workers=3", "data.prefetch=9", "topology.allow_non_loopback=true", "topology.max_restarts=3",
-     "train.steps=99"],
+     "topology.init_timeout_s=9", "topology.save_timeout_s=9", "train.steps=99"],
 )  # fmt: skip
 def test_what_does_not_change_results_is_not_in_the_meaning(folder: Path, override: str) -> None:
     assert differences(meaning(config_with(folder)), meaning(config_with(folder, override))) == []
