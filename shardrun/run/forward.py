@@ -60,7 +60,7 @@ class Tally:
 def sum_over_ranks(comm: Communicator, tag: str, loss: float, counts: Sequence[int]) -> tuple[float, list[int]]:
     """The float64 `loss` added in rank order, and each of the integer `counts` added exactly; collective."""
     sums = comm.compare(f"log of {tag}", "", sums=counts).sums
-    own = torch.tensor([loss], dtype=torch.float64, device=comm.device)
+    own = torch.tensor([loss], dtype=torch.float64)  # read on the host: over gloo, whatever the device
     every = own.new_empty(comm.world_size)
     comm.gather_slices(every, own, agreed=True)
     total = 0.0
