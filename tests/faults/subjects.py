@@ -127,8 +127,7 @@ class _Sharded(Subject):
         self.session.step(**{"max_grad_norm": 1.0, **asked})
 
     def state(self) -> Mapping[str, Tensor]:
-        held: Mapping[str, Tensor] = self.session.to_record().tensors
-        return held
+        return _recorded(self.session)
 
 
 class _Zero1(_Sharded):
@@ -165,7 +164,7 @@ class _Joint(Subject):
         return {
             f"{session.name}/{name}": tensor
             for session in self._sessions
-            for name, tensor in session.to_record().tensors.items()
+            for name, tensor in _recorded(session).items()
         }
 
 
@@ -184,8 +183,7 @@ class _Unsafe(Subject):
         self.session.unsafe_step(**{"max_grad_norm": 1.0, **asked})
 
     def state(self) -> Mapping[str, Tensor]:
-        held: Mapping[str, Tensor] = self.session.to_record().tensors
-        return held
+        return _recorded(self.session)
 
 
 class _UnsafeGather(_Unsafe):
@@ -249,6 +247,10 @@ def _model() -> nn.Module:
             **{path: nn.Parameter((torch.randn(shape) * 0.1).bfloat16()) for path, shape in _HALF.items()},
         }
     )
+
+
+def _recorded(session: sr.SelectedZero1 | sr.SelectedZero2) -> dict[str, Tensor]:
+    return {**session.to_record().tensors, "committed steps": torch.tensor(session.step_count)}
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
