@@ -23,6 +23,8 @@ MAX_COMPARED = 3
 MAX_SUMS = 8
 MAX_INTEGERS = 32
 _ROUND = INTEGERS + MAX_INTEGERS
+_CPU = torch.device("cpu")
+"""Where agreements travel, whatever torch.set_default_device says."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,9 @@ class Agreement:
         `total`: what the first sum has to be, or else the round has failed.
         """
         assert len(values) <= MAX_INTEGERS
-        vector = torch.zeros(_ROUND, dtype=torch.int64)
+        vector = torch.zeros(_ROUND, dtype=torch.int64, device=_CPU)
         counted = f"{call}, {len(values)} values"
-        vector[: INTEGERS + len(values)] = torch.tensor([*integers(counted), *values], dtype=torch.int64)
+        vector[: INTEGERS + len(values)] = torch.tensor([*integers(counted), *values], dtype=torch.int64, device=_CPU)
         with self._guard("agreement" if total is None else call, vector, fingerprint=call):
             dist.all_reduce(vector, group=self._group.handle)
             found: list[int] = vector.tolist()
@@ -149,12 +151,12 @@ class Agreement:
 
     def _texts(self, text: str) -> list[str]:
         raw = text.encode()
-        own = torch.tensor([len(raw)], dtype=torch.int64)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        own = torch.tensor([len(raw)], dtype=torch.int64, device=_CPU)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=_CPU) for _ in range(self.world_size)]
         with self._guard("text sizes", sizes, own):
             dist.all_gather(sizes, own, group=self._group.handle)
         longest = max(int(size.item()) for size in sizes)
-        padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        padded = torch.zeros(max(longest, 1), dtype=torch.uint8, device=_CPU)
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else padded[:0]
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
         with self._guard("texts", rows, padded):

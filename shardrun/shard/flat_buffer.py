@@ -96,6 +96,8 @@ class FlatBuffers:
     def clear_staged(self) -> None:
         """After a commit: drop the gradients; padding of the FP32 range is zero again, as the reduction relies on."""
         self.clear()
+        # The commit wrote through the flat storage: a graph that was built before it must not be used for a backward.
+        torch.autograd.graph.increment_version([parameter for _, parameter in self.parameters()])
         for bucket in self.buckets:  # FP32 spaces staged whole slices, whose padding is zero already
             if bucket.param.dtype != torch.float32:
                 bucket.grad.zero_()

@@ -34,6 +34,8 @@ class Held:
     path: str
     parameter: nn.Parameter
     grad: Tensor
+    dtype: torch.dtype
+    """The parameter's, at set-up."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ class FlatGradients:
         self.buckets: list[GradientBucket] = []
         self.held: list[Held] = []
         self.adopts = adopt
-        self._frozen = [(path, parameter) for path, parameter in parameters.items() if not parameter.requires_grad]
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
+        placed = {id(held.parameter) for held in self.held}
+        self._frozen = [(path, parameter) for path, parameter in parameters.items() if id(parameter) not in placed]
+        """Frozen when the contract was made, whatever they are by now."""
         for held in self.held if adopt else ():
             _take_over(held)
 
@@ -89,8 +93,9 @@ class FlatGradients:
         device = parameters[space.parameters[0].path].device
         grad = torch.zeros(begins[-1], dtype=torch.float32, device=device)
         placed = [
-            (Held(one.path, parameters[one.path], grad[at : at + one.numel].view(parameters[one.path].shape)), at)
+            (Held(one.path, p, grad[at : at + one.numel].view(p.shape), p.dtype), at)
             for one, at in space.places(world_size)
+            for p in (parameters[one.path],)
         ]
         self.held += [held for held, _ in placed]
         for bucket, begin, end in zip(space.buckets, begins, begins[1:], strict=False):
@@ -154,8 +159,11 @@ class FlatGradients:
             held.parameter.grad = None
 
 
+@torch.no_grad()
 def _take_over(held: Held) -> None:
     """Accumulate in the flat range from now on; a session made anew takes the place of the one before."""
+    if not held.parameter.requires_grad:
+        return  # frozen after the contract was made: the next step refuses that
     if held.parameter in _HOOKS:
         _HOOKS[held.parameter].remove()
     pending = held.parameter.grad
@@ -223,9 +231,10 @@ def deliver(held: Held, grad: Tensor, *, adopted: bool) -> Tensor:
 def _structure_problem(held: Held) -> str:
     if not held.parameter.requires_grad:
         return f"{held.path}: was trainable at set-up and is frozen now; make a new session after freezing"
-    if held.parameter.device != held.grad.device or held.parameter.shape != held.grad.shape:
-        now = f"{tuple(held.parameter.shape)} on {held.parameter.device}"
-        at_setup = f"{tuple(held.grad.shape)} on {held.grad.device}"
+    parameter, grad = held.parameter, held.grad
+    if (parameter.device, parameter.shape, parameter.dtype) != (grad.device, grad.shape, held.dtype):
+        now = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
+        at_setup = f"{tuple(grad.shape)} {held.dtype} on {grad.device}"
         return f"{held.path}: was {at_setup} at set-up and is {now} now; make a new session after moving a model"
     return ""
 

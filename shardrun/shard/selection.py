@@ -138,18 +138,18 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
         sides = " and ".join(f"{path} on {device}" for device, path in devices.items())
         raise SelectionError(f"select: trainable parameters of one session are on one device, found {sides}")
     for path, parameter in selected.items():
+        if parameter.is_meta:
+            raise SelectionError(f"select: {path} is on the meta device; give it values or exclude it")
+        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise SelectionError(
+                f"select: elements of {path} share memory (expanded?); give it memory of its own: clone()"
+            )
         if not parameter.requires_grad:
             continue
-        if parameter.is_meta:
-            raise SelectionError(f"select: {path} is trainable and on the meta device; give it values or exclude it")
         if parameter.dtype not in TRAINABLE_DTYPES:
             raise SelectionError(
                 f"select: {path} is {str(parameter.dtype).removeprefix('torch.')}; trainable parameters are float32, "
                 "float16 or bfloat16: convert it or exclude it"
-            )
-        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
-            raise SelectionError(
-                f"select: elements of {path} share memory (expanded?); give it memory of its own: clone()"
             )
         if parameter.numel() == 0:
             raise SelectionError(

@@ -26,8 +26,6 @@ from shardrun.shard.flat_gradients import Pending
 
 MAX_WEIGHT = 1 << 53
 MEAN, SUM = "mean", "sum"
-ALIKE = "alike"
-"""Missing gradients of the free functions: all ranks lack the same ones."""
 _NO_SAMPLE = "the global weight is 0, no rank has a sample"
 
 
@@ -38,6 +36,14 @@ class MissingGradientPolicy(enum.StrEnum):
     """Every rank with weight > 0 must have one; otherwise the step is refused naming rank and path."""
     ZERO = "zero"
     """It counts as zeros; a parameter without one on every contributing rank is left alone."""
+
+
+class _Internal(enum.Enum):
+    ALIKE = "alike"
+
+
+ALIKE = _Internal.ALIKE
+"""Missing gradients of the free functions: all ranks lack the same ones. No policy that a caller can name."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Request:
                 found.append(f"learning rate is {rate!r}; it must be a number, finite and not negative")
         if self.max_grad_norm is not None and not (is_real(self.max_grad_norm) and self.max_grad_norm > 0.0):
             found.append(f"max_grad_norm is {self.max_grad_norm!r}; it must be a number above 0, or None")
-        if self.missing not in (*MissingGradientPolicy, ALIKE):
+        if self.missing is not ALIKE and self.missing not in list(MissingGradientPolicy):
             found.append(f"missing is {self.missing!r}; it must be one of {', '.join(MissingGradientPolicy)}")
         return found
 
@@ -241,12 +247,12 @@ def _missing(request: Request, paths: Sequence[str], shown: Mapping[int, str], r
     present = _present(paths, shown)
     for rank, bitmap in shown.items():
         absent = [path for path, here in zip(paths, bitmap, strict=True) if here == "0"]
-        if request.missing == ALIKE:
+        if request.missing is ALIKE:
             absent = [path for path in absent if present[path]]
         if absent and request.missing != MissingGradientPolicy.ZERO:
             who = "no rank has a gradient for" if rank < 0 else f"rank {ranks[rank]} has no gradient for"
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            why = "others have one" if request.missing == ALIKE else f"missing_gradients: {request.missing}"
+            why = "others have one" if request.missing is ALIKE else f"missing_gradients: {request.missing}"
             return f"{who} {absent[0]}{more} ({why})"
     return ""
 

@@ -99,6 +99,7 @@ class Part:
         return [float(rate) for rate in self.request.rates if is_real(rate)]
 
 
+@torch.no_grad()
 def run_step(
     comm: Communicator,
     call: str,

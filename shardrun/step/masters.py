@@ -7,23 +7,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardrun.shard.flat_buffer import FlatBuffers
+from shardrun.shard.layout import Fragment
 from shardrun.step.slices import Slice
 
 
 class Masters:
     """The masters in this rank's slices; none where parameters are FP32 or masters were not asked for. Local."""
 
-    def __init__(self, slices: Sequence[Slice], flat: FlatBuffers) -> None:
+    def __init__(self, slices: Sequence[Slice]) -> None:
         self._slices = [s for s in slices if s.has_master]
-        self._flat = flat
         self.views: dict[str, Tensor] = {
             f"{f.path}/master": s.leaf[f.offset : f.offset + f.stop - f.start]
             for s in self._slices
             for f in s.bucket.fragments
         }
         """ "<path>/master" -> the live FP32 elements (stop - start,) of this rank's fragment."""
-        self._note_versions()
 
     @property
     def nbytes(self) -> int:
@@ -31,27 +29,32 @@ class Masters:
         return sum(s.leaf.nbytes for s in self._slices)
 
     def overwritten(self) -> list[str]:
-        """Parameters that somebody wrote to since the last step: their masters hold what was there before."""
+        """Parameters whose value is not that of their master, in this rank's slices: somebody wrote to one of them."""
         return [
-            f"{path}: was written to since the last step, and its FP32 master holds the value from before; "
-            "call refresh_masters() on every rank after changing parameters"
-            for path, parameter, version in self._versions
-            if parameter._version != version
+            f"{fragment.path}: its value is not that of its FP32 master, which a step would start from; load model and "
+            "record of one checkpoint, or call refresh_masters() on every rank after changing parameters"
+            for s in self._slices
+            if not torch.equal(_bits(s.leaf.to(s.bucket.own.dtype)), _bits(s.bucket.own))
+            for fragment in s.bucket.fragments
+            if _differ(s, fragment)
         ]
 
     def refresh(self) -> None:
         """Take over the parameters' present values."""
         for s in self._slices:
             s.leaf.copy_(s.bucket.own)
-        self._note_versions()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over saved masters, named as in `views`; the parameters' own values are loaded with the model."""
         for name, view in self.views.items():
             view.copy_(tensors[name])
-        self._note_versions()
 
-    def _note_versions(self) -> None:
-        # A commit writes through the flat storage, which leaves the parameters' own version counters alone.
-        mastered = [(p, q) for p, q in self._flat.parameters() if self._slices and q.dtype != torch.float32]
-        self._versions = [(path, parameter, parameter._version) for path, parameter in mastered]
+
+def _differ(s: Slice, fragment: Fragment) -> bool:
+    part = slice(fragment.offset, fragment.offset + fragment.stop - fragment.start)
+    return not torch.equal(_bits(s.leaf[part].to(s.bucket.own.dtype)), _bits(s.bucket.own[part]))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """16-bit elements as integers: NaN equals itself."""
+    return tensor.view(torch.int16)

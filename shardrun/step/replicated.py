@@ -19,6 +19,7 @@ from shardrun.shard.selection import select_parameters
 from shardrun.step.agreement import ALIKE, MEAN, Request, Window
 from shardrun.step.data_parallel import WholeGradients
 from shardrun.step.joint_step import Part, run_step
+from shardrun.step.session import places, replaced
 
 Gradients = Mapping[str, Tensor | None] | Sequence[Tensor | None]
 
@@ -68,6 +69,7 @@ class ParamStore:
 
     def __init__(self, model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
         self.selection = select_parameters(model, include, exclude)
+        self.places = places(model, self.selection.parameters)
         self._replica: _Replica | None = None
 
     @property
@@ -139,7 +141,8 @@ class _Replica(WholeGradients):
         except UsageError as error:
             problem = error
         _agree(comm, kind, store.selection.contract(), list(parameters), problem)
-        super().__init__("the store", comm, parameters, list(parameters), adopt=False)
+        super().__init__("the store", comm, store.selection.parameters, list(parameters), adopt=False)
+        self._places = store.places
         self.kind = kind
         self.optimizer = elementwise(kind).cls([{"params": list(parameters.values())}], **options)
         self.misuse: tuple[str, ...] = ()
@@ -181,7 +184,8 @@ class _Replica(WholeGradients):
 
     def collect(self) -> Pending:
         """Which gradients there are; they are copied to where they travel from, and stay as they are."""
-        return self.flat.collect(self._given)
+        pending = self.flat.collect(self._given)
+        return Pending(pending.present, (*pending.problems, *replaced(self._places)))
 
     def commit(self, window: Window, rates: Sequence[float]) -> None:
         """The ordinary optimizer's step, in place, on the averaged gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Session:
         self.contract = selection.contract()
         buffers = _buffers(model) if broadcast_buffers else {}
         self._compare(buffers)
-        self._places = _places(model, selection)
+        self._places = places(model, selection.parameters)
         self.order = self._root_order(order)
         """First paths of the distinct trainable parameters, in the order of the flat buffers."""
         self._broadcast({spec.path: self.parameters[spec.path].data for spec in self.contract.distinct()} | buffers)
@@ -49,12 +49,8 @@ class Session:
         return {path: parameter.grad for path, parameter in unselected if parameter.grad is not None}
 
     def replaced(self) -> list[str]:
-        """Selected parameters in whose place the model holds something else by now; local."""
-        return [
-            f"{path}: the model holds another object there than at set-up; change values in place or make a new session"
-            for path, held, name, parameter in self._places
-            if held.get(name) is not parameter
-        ]
+        """Selected parameters, or modules that hold them, in whose place the model holds something else by now."""
+        return replaced(self._places)
 
     def _compare(self, buffers: dict[str, Tensor]) -> None:
         forms = {path: f"{buffer.dtype} {tuple(buffer.shape)}" for path, buffer in sorted(buffers.items())}
@@ -101,16 +97,27 @@ def _first_buffer(forms: Sequence[dict[str, str]], named: Callable[[int], str]) 
     raise AssertionError("no difference between buffers")
 
 
-_Place = tuple[str, dict[str, Any], str, nn.Parameter]
+Place = tuple[str, dict[str, Any], str, object]
+"""A path, the table of a module that holds what stands there, the name in that table, and what it held at set-up."""
 
 
-def _places(model: nn.Module, selection: Selection) -> list[_Place]:
-    """Where the model keeps each selected parameter: path, the module's own table, the name in it, the parameter."""
-    found: list[_Place] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            path = clean_path(f"{prefix}.{name}" if prefix else name)
-            chosen = selection.parameters.get(path)
-            if chosen is not None and chosen is parameter:
-                found.append((path, module._parameters, name, chosen))
+def places(module: nn.Module, parameters: Mapping[str, nn.Parameter], prefix: str = "") -> list[Place]:
+    """Where a model keeps the given parameters, and every module on the way to them."""
+    found: list[Place] = []
+    for name, parameter in module._parameters.items():
+        path = clean_path(prefix + name)
+        if parameter is not None and parameters.get(path) is parameter:
+            found.append((path, module._parameters, name, parameter))
+    for name, child in module._modules.items():
+        inside = places(child, parameters, f"{prefix}{name}.") if child is not None else []
+        found += [(clean_path(prefix + name), module._modules, name, child), *inside] if inside else []
     return found
+
+
+def replaced(held: Sequence[Place]) -> list[str]:
+    """What the model holds something else in the place of by now; local."""
+    return [
+        f"{path}: the model holds another object there than at set-up; change values in place or make a new session"
+        for path, table, name, kept in held
+        if table.get(name) is not kept
+    ]

@@ -50,8 +50,10 @@ class ShardedOptimizer(ABC):
         self.torn = False
         session.taken_by = f"{type(self).__name__} {name}"
         self.flat = FlatBuffers(layout, session.parameters, self.comm.rank, self.comm.world_size)
-        self.slices = [make_slice(bucket, masters, self.comm.world_size > 1) for bucket in self.flat.buckets]
-        self._masters = Masters(self.slices, self.flat)
+        # A group of one inside a larger world proposes too: what fails here must fail before the others have voted.
+        proposes = (self.comm.parent or self.comm).world_size > 1
+        self.slices = [make_slice(bucket, masters, proposes) for bucket in self.flat.buckets]
+        self._masters = Masters(self.slices)
 
     # ---- what it is --------------------------------------------------------------------------------------------
 
@@ -145,7 +147,8 @@ class ShardedOptimizer(ABC):
 
     def _problems(self, pending: Pending) -> Pending:
         """`pending`, with what is wrong with this session's parameters on this rank."""
-        return replace(pending, problems=(*pending.problems, *self._masters.overwritten(), *self.session.replaced()))
+        found = (*self._masters.overwritten(), *self.session.replaced(), *self.stepper.problems())
+        return replace(pending, problems=(*pending.problems, *found))
 
     def non_finite(self, pending: Pending) -> str | None:
         """Path of the first pending gradient that holds a NaN or an infinity; for the message, after one was found."""

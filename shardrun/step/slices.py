@@ -30,15 +30,10 @@ class Slice:
         """Whether the leaf is an FP32 master beside a 16-bit parameter."""
         return self.leaf is not self.bucket.own
 
-    def normalise(self, divisor: int | None, *, rounds: bool = False) -> None:
-        """Divide once by the exact weight, in FP32; then cast once to the optimizer's gradient dtype.
-
-        `rounds`: by way of the parameter's own dtype, where the optimizer's is FP32.
-        """
+    def normalise(self, divisor: int | None) -> None:
+        """Divide once by the exact weight, in FP32; then cast once to the optimizer's gradient dtype."""
         if divisor is not None:
             self.reduced.div_(divisor)
-        if rounds and self.has_master:
-            self.reduced.copy_(self.reduced.to(self.bucket.own.dtype))
         if self.grad is not self.reduced:
             self.grad.copy_(self.reduced)
 

@@ -44,9 +44,10 @@ def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callab
 
 def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept: bool) -> StepFailed:
     unchanged = f"parameters and optimizer state are those of step {step - 1}"
+    others = f"the other ranks are at {what}; " if comm.world_size > 1 else ""
     state = {
         "vote": f"another rank may already be at {what}; here {unchanged}",
-        "commit": f"the other ranks are at {what} and this one is half way: its state must not be used or saved",
+        "commit": f"{others}this rank is half way: its state must not be used or saved",
     }.get(comm.phase, unchanged)
     cause = str(error) if isinstance(error, CommunicatorError) else f"{type(error).__name__}: {error}"
     return StepFailed(

@@ -28,9 +28,6 @@ from shardrun.step.sharded import (
     options_text,
 )
 
-FP32, OWN_DTYPE, AS_DECLARED = "in float32", "in their parameters' dtype", "as declared"
-"""As declared: float32 where there are masters, else the parameter's own."""
-
 
 class SelectedZero1(ShardedOptimizer):
     """Any optimizer over the session's selected trainable parameters, each stepped whole by its owner.
@@ -103,7 +100,7 @@ class SelectedZero1(ShardedOptimizer):
         """Path -> the rank of the group that owns it."""
         shapes = {path: spec.shape for path, spec in specs.items()}
         self.stepper = self._owned = OwnedOptimizer(shares, self.slices, shapes)
-        self._dtype = AS_DECLARED
+        self._all_fp32 = False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -124,11 +121,12 @@ class SelectedZero1(ShardedOptimizer):
         missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """Update by the exact weighted mean, rounded once to each parameter's own dtype.
+        """Update by the exact weighted mean; every rank of the group calls it after its last backward.
 
-        The arguments are those of SelectedZero2.step. Every rank of the group calls it after its last backward.
+        The arguments are those of SelectedZero2.step. The optimizer sees float32 gradients where it steps float32
+        leaves, FP32 masters among them, and else gradients rounded once to the parameter's own dtype.
         """
-        return self._in(OWN_DTYPE, MEAN, local_weight, lr, missing, max_grad_norm)
+        return self._step(MEAN, local_weight, lr, missing, max_grad_norm)
 
     def step_fp32(
         self,
@@ -138,8 +136,8 @@ class SelectedZero1(ShardedOptimizer):
         missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """The same with gradients that stay float32; 16-bit parameters need FP32 masters for it."""
-        return self._in(FP32, MEAN, local_weight, lr, missing, max_grad_norm)
+        """The same, refused where gradients would not stay float32: 16-bit parameters need FP32 masters for it."""
+        return self._step_fp32(MEAN, local_weight, lr, missing, max_grad_norm)
 
     def step_sum(
         self,
@@ -149,8 +147,8 @@ class SelectedZero1(ShardedOptimizer):
         missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """Update by the sum over active ranks, divided by nothing, rounded once to each parameter's own dtype."""
-        return self._in(OWN_DTYPE, SUM, as_flag(local_active), lr, missing, max_grad_norm)
+        """Update by the sum over active ranks, divided by nothing; dtypes as in `step`."""
+        return self._step(SUM, as_flag(local_active), lr, missing, max_grad_norm)
 
     def step_sum_fp32(
         self,
@@ -160,30 +158,29 @@ class SelectedZero1(ShardedOptimizer):
         missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """The same with gradients that stay float32; 16-bit parameters need FP32 masters for it."""
-        return self._in(FP32, SUM, as_flag(local_active), lr, missing, max_grad_norm)
+        """The same, refused where gradients would not stay float32: 16-bit parameters need FP32 masters for it."""
+        return self._step_fp32(SUM, as_flag(local_active), lr, missing, max_grad_norm)
 
     def request(
         self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
     ) -> Request:
         """What is asked of this session in one step."""
         asked = super().request(mode, weight, lr, missing, max_grad_norm)
-        return replace(asked, options=f"{asked.options} gradients {self._dtype}")
+        return replace(asked, options=f"{asked.options} all in float32: {self._all_fp32}")
 
-    def _in(self, dtype: str, mode: str, weight: object, *rest: Any) -> StepResult:
-        """One step with gradients in `dtype`; what take_step joins takes them as the optimizer is declared."""
-        self._dtype = dtype
+    def _step_fp32(self, mode: str, weight: object, *rest: Any) -> StepResult:
+        self._all_fp32 = True
         try:
             return self._step(mode, weight, *rest)
         finally:
-            self._dtype = AS_DECLARED
+            self._all_fp32 = False
 
     # ---- the phases, in the order of joint_step.run_step ---------------------------------------------------------
 
     def collect(self) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
         pending = self._problems(self.flat.collect())
-        unfit = self._dtype == FP32 and any(s.leaf.dtype != torch.float32 for s in self.slices)
+        unfit = self._all_fp32 and any(s.leaf.dtype != torch.float32 for s in self.slices)
         told = "FP32 gradients of 16-bit parameters go to FP32 masters, and this session has none: use step, or masters"
         return replace(pending, problems=(*pending.problems, told)) if unfit else pending
 
@@ -198,9 +195,9 @@ class SelectedZero1(ShardedOptimizer):
             )
 
     def normalise(self, divisor: int | None) -> None:
-        """Divide once by the exact weight, in FP32; round to the parameters' dtype if asked for."""
+        """Divide once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
         for s in self.slices:
-            s.normalise(divisor, rounds=self._dtype == OWN_DTYPE)
+            s.normalise(divisor)
 
     def gradients(self) -> list[Tensor]:
         """What is judged and clipped: (n,) per slice of owned tensors, in the optimizer's gradient dtype."""

@@ -197,9 +197,8 @@ class _Replica:
                 # It moves into flat memory and equals the contiguous twin (C095): fused kernels walk memory as it is,
                 # and treat its end otherwise.
                 parameter.data = parameter.data.contiguous()
-        # In a joint step gradients come as the optimizer is declared: float32 where there are masters.
-        rounding = session.engine == "reduce" or (session.engine == "zero1" and not example.together)
-        self.rounds = rounding and not session.fp32
+        # Steps see gradients as the optimizer is declared: float32 where there are masters.
+        self.rounds = session.engine == "reduce" and not session.fp32
         sixteen = any(self.parameters[path].dtype != torch.float32 for path in self.paths)
         self.coarse = sixteen and (self.rounds or not session.masters)
         """Whether its optimizer sees 16-bit gradients, whose rounding also reaches the norm that clips all others."""
