@@ -23,7 +23,8 @@ from shardrun.shard.layout import ALIGN
 _STEPS = 6
 _NUMEL = 4 * ALIGN + 37
 _CUTS = (0, ALIGN, 3 * ALIGN, _NUMEL)
-_SHAPES = ((16, 8), (16,), (16, 8, 4), (16, 8, 3, 3))
+PROBED_SHAPES = ((16, 8), (16,), (16, 8, 4), (16, 8, 3, 3))
+"""A matrix optimizer is tried out on the first of them that it takes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def probe(declared: Declared, options: Mapping[str, Any]) -> None:
             if declared.kind == "elementwise":
                 _check_manners(declared, options, (_NUMEL,))
                 _check_cuts(declared, options)
-            elif shapes := [shape for shape in _SHAPES if declared.takes is None or declared.takes(shape)]:
+            elif shapes := [shape for shape in PROBED_SHAPES if declared.takes is None or declared.takes(shape)]:
                 _check_manners(declared, options, shapes[0])
         except UsageError:
             raise

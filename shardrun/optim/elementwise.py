@@ -61,6 +61,7 @@ class SliceOptimizer(GroupedOptimizer):
         self._start([[piece.leaf for piece in pieces] for pieces in self._pieces])
         for piece in self._all_pieces:
             self._begin(piece)
+        self._watch([[piece.path for piece in pieces] for pieces in self._pieces])
         self._scratch = Scratch(self._chunk_numel)
         self._passes: list[Pass] | None = None
 
@@ -76,6 +77,10 @@ class SliceOptimizer(GroupedOptimizer):
         flat = {key: torch.zeros_like(tensors.leaf, dtype=dtype) for key, dtype in spec.elements.items()}
         self.state_nbytes += sum(tensor.nbytes for tensor in flat.values())
         self._pieces[group] += cut(tensors, spec, flat, self._chunk_numel)
+
+    def _spec_of(self, group: int) -> StateSpec | None:
+        of_group = (spec for (number, _), spec in self._specs.items() if number == group)
+        return next(of_group, None) if self._keeps_all else None
 
     def _begin(self, piece: Piece) -> None:
         """The state that is there before the first update, in the flat slices; for the rest, none."""
@@ -188,12 +193,14 @@ class SliceOptimizer(GroupedOptimizer):
         What was kept of the proposal is not computed again, because that would allocate: its results are taken over.
         """
         stepped: list[Piece] = []
+        took_over = False
         for piece in self._all_pieces:
             if present[piece.path]:
                 if piece.kept is None:
                     stepped.append(piece)
                 else:
                     self._take_over(piece, piece.kept)
+                    took_over = True
         for piece in stepped:
             piece.leaf.grad = piece.grad
         before = self.rates(None)
@@ -203,6 +210,8 @@ class SliceOptimizer(GroupedOptimizer):
         self._set_rates(before)
         for piece in stepped:
             piece.leaf.grad = None
+        if took_over:  # torch's own kernels write into the tensors that are there
+            self._guard.note_state()
         self._mark_stepped()
 
     def _take_over(self, piece: Piece, kept: Kept) -> None:
@@ -222,6 +231,7 @@ class SliceOptimizer(GroupedOptimizer):
 
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<path>/<key>" -> a copy of this rank's fragment (1-D) or of the parameter's scalar (0-dim)."""
+        self._require_own_state()
         parts: dict[str, list[Tensor]] = {}
         scalars: dict[str, Tensor] = {}
         for piece in self._all_pieces:
@@ -271,3 +281,4 @@ class SliceOptimizer(GroupedOptimizer):
             self.optimizer.state[piece.leaf] = state
             piece.kept = None
         self._passes = None
+        self._guard.note_state()

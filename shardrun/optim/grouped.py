@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from shardrun.errors import UsageError
+from shardrun.optim.guard import Guard
 from shardrun.optim.kinds import OptionGroup, resolve_fused
+from shardrun.optim.state import StateSpec
 from shardrun.optim.table import Elementwise, Kind
 
 
@@ -34,8 +37,6 @@ class GroupedOptimizer:
         self.lr_scales = [1.0, *(group.lr_scale for group in option_groups)]
         merged = [options, *({**options, **group.options} for group in option_groups)]
         self.options = [_settled(kind, one, device, dtypes) for one in merged]
-        # Of a declared optimizer the state itself is looked at, after each update.
-        self._keys = [set(kind.keys(group)) for group in self.options] if kind.declared is None else []
 
     def _start(self, leaves: Sequence[Iterable[Tensor]]) -> None:
         """Make `optimizer` over the live leaves, and settle the base rate: the one given, or the class's own."""
@@ -44,6 +45,19 @@ class GroupedOptimizer:
         for group, options, scale in zip(self.optimizer.param_groups, self.options, self.lr_scales, strict=True):
             options["lr"] = base
             group["lr"] = base * scale
+
+    def _watch(self, paths: Sequence[Sequence[str]]) -> None:
+        """From here on `problems` tells what was done to `optimizer`; `paths` has its leaves' names, by param group."""
+        given = [self._given(options) for options in self.options]
+        self._guard = Guard(self.kind, self.optimizer, given, paths, self._spec_of)
+
+    def _spec_of(self, group: int) -> StateSpec | None:
+        """What the state of a declared optimizer has to be in this param group; None: whatever it makes."""
+        return None
+
+    def problems(self) -> list[str]:
+        """What was done to `optimizer` that the next step cannot go on with; see `Stepper`."""
+        return self._guard.problems()
 
     def _make(self, leaves: Sequence[Iterable[Tensor]]) -> torch.optim.Optimizer:
         # Options go to the constructor as well: Adagrad's first accumulator, for one, is read nowhere else.
@@ -59,7 +73,7 @@ class GroupedOptimizer:
     def rates(self, lr: float | None) -> list[float]:
         """Learning rate per param group: `lr` times the group's `lr_scale`; None: as the param groups have it."""
         if lr is None:
-            return [float(group["lr"]) for group in self.optimizer.param_groups]
+            return [_as_rate(group.get("lr")) for group in self.optimizer.param_groups]
         return [lr * scale for scale in self.lr_scales]
 
     def terms(self) -> str:
@@ -84,16 +98,26 @@ class GroupedOptimizer:
 
     def _require_same_state(self) -> None:
         """Refuse an option that was switched on in a param group after set-up and would need other state."""
-        for number, before in enumerate(self._keys):
-            if more := sorted(set(self.kind.keys(self.optimizer.param_groups[number])) - before):
-                raise UsageError(
-                    f"{self.kind.name}: param group {number} now needs the state {', '.join(more)}, which "
-                    "is made at set-up; switch it on there"
-                )
+        for number in range(len(self.options)):
+            if more := self._guard.more_state(number):
+                raise UsageError(more)
+
+    def _require_own_state(self) -> None:
+        """Refuse to hand out state that a user put there: UsageError."""
+        if foreign := self._guard.foreign_state():
+            raise UsageError(foreign)
 
     def _mark_stepped(self) -> None:
         # What torch's schedulers look for before they warn that they were stepped ahead of the optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _as_rate(value: object) -> float:
+    """A param group's rate; NaN, which no step takes, if a user put something there that is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _settled(

@@ -72,6 +72,10 @@ class TensorOptimizer(GroupedOptimizer):
         self._shadow_optimizer = self._make(self._by_group([shadow.leaf for shadow in self._shadows]))
         for tensor in tensors:
             self._reset(tensor)
+        paths: list[list[str]] = [[] for _ in self.options]
+        for tensor in tensors:
+            paths[tensor.option_group].append(tensor.path)
+        self._watch(paths)
         self._source: list[Tensor] = []
         self._target: list[Tensor] = []
 
@@ -184,12 +188,14 @@ class TensorOptimizer(GroupedOptimizer):
                 self.optimizer.state[shadow.tensor.leaf] = shadow.result
                 shadow.result = None
         self._source, self._target = [], []
+        self._guard.note_state()
         self._mark_stepped()
 
     # ---- records -----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<path>/<key>" -> a copy of the owned parameter's state, of its own shape; numbers as in `Stepper`."""
+        self._require_own_state()
         found = {}
         for shadow in self._shadows:
             for key, value in self._live(shadow).items():
@@ -224,6 +230,7 @@ class TensorOptimizer(GroupedOptimizer):
             self.optimizer.state[shadow.tensor.leaf] = state
             shadow.result = None
         self._source, self._target = [], []
+        self._guard.note_state()
 
     def _device_of(self, shadow: _Shadow, key: str, value: Tensor) -> torch.device:
         """Where the optimizer wants `key`. Of a declared one nobody knows before its first update: as torch does it."""

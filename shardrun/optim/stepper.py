@@ -32,6 +32,16 @@ class Stepper(Protocol):
     def terms(self) -> str:
         """The options that count in the next step, but for the rates; equal on all ranks, or the step is refused."""
 
+    def problems(self) -> list[str]:
+        """What was done to `optimizer` since set-up or the last step that the next step cannot go on with.
+
+        Other leaves or param groups, other state than was left there (load_state_dict), options that the optimizer does
+        not take or that need other state, step hooks, which would run in the commit. Hooks for all optimizers of a
+        process (torch.optim.optimizer.register_optimizer_step_pre_hook) are torch's own and not looked for: they run in
+        each pass of a proposal and in the commit, and must not raise. Local, raises nothing; any rank's problem is for
+        all of them to refuse the step.
+        """
+
     def propose(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
         """Compute the step and write every leaf's `proposed`; leaves and live state are only read.
 

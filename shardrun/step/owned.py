@@ -80,6 +80,10 @@ class OwnedOptimizer:
         """The options that count in the next step, but for the rates."""
         return "; ".join(stepper.terms() for stepper in self._steppers)
 
+    def problems(self) -> list[str]:
+        """What was done to the optimizers that the next step cannot go on with; see Stepper."""
+        return [problem for stepper in self._steppers for problem in stepper.problems()]
+
     def _each(self, rates: Sequence[float]) -> Iterator[tuple[Stepper, Sequence[float]]]:
         begins = [0, *self._ends]
         for stepper, begin, end in zip(self._steppers, begins, self._ends, strict=False):
