@@ -140,6 +140,8 @@ def _cause_lines(culprit: RankEnd) -> list[str]:
 def _other(end: RankEnd, culprit: RankEnd) -> str:
     if end.done:
         return "had finished"
+    if end.lost:
+        return "gone with its host" if end.host == culprit.host else f"on {end.host}: {end.lost}"
     if end.failure is None:
         return "ended with it"
     if culprit.failure is not None and end.failure.message == culprit.failure.message:

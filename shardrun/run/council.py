@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardrun.run.link import Link
-from shardrun.run.outcome import RankEnd, end_from_json, lost_end
+from shardrun.run.outcome import UNKNOWN, RankEnd, end_from_json, lost_end
 from shardrun.run.wire import Message
 
 _NAP_S = 0.02
@@ -41,6 +41,7 @@ class Council:
 
     def __init__(self, link: Link, ranks: Mapping[int, range]) -> None:
         """`ranks` are those of every node."""
+        link.calm_down()
         self._link = link
         self._ranks = ranks
         self._ends: dict[int, list[RankEnd]] = {}
@@ -71,6 +72,8 @@ class Council:
                     self._ends[message["node"]] = [end_from_json(end) for end in message["ends"]]
                 case "verdict":
                     self.verdict = Verdict.from_json(message)
+                case "go":  # right behind the verdict about this world
+                    self._link.keep(message)
                 case "stopping" | "interrupted":
                     requests.append(message)
         self.failing |= bool(self._link.lost)
@@ -106,7 +109,7 @@ class Council:
     def _all_ends(self, own: Sequence[RankEnd]) -> tuple[RankEnd, ...]:
         ends = list(own)
         for node in self._link.others:
-            how = self._link.lost.get(node, "nothing is known of it without node 0")
+            how = self._link.lost.get(node, UNKNOWN)
             lost = [lost_end(rank, self._link.names[node], how) for rank in self._ranks[node]]
             ends += self._ends.get(node, lost)
         return tuple(ends)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrun.comm.config import DEFAULT_INIT_TIMEOUT_S
 from shardrun.errors import LaunchError, UsageError
 from shardrun.run.hosts import Hosts
 from shardrun.run.link import Link
@@ -36,7 +37,9 @@ class Party:
     same: Mapping[str, Any]
     run_dir: Path
     timeout_s: float
-    """How long it waits for the others; also that of a collective later on."""
+    """Of a collective, later on."""
+    wait_s: float = DEFAULT_INIT_TIMEOUT_S
+    """How long it waits for the others."""
 
 
 @contextlib.contextmanager
@@ -99,11 +102,10 @@ class Reception:
             if not self._absent:
                 return
             waited = time.monotonic() - began
-            if waited > self._party.timeout_s:
+            if waited > self._party.wait_s:
                 raise LaunchError(
                     f"{_listed(self._absent)} of {hosts.nnodes} did not come to {hosts.place} within {waited:.0f} s; "
-                    "start every host with the same --nnodes and --rendezvous, look at firewalls, or give more time "
-                    "by topology.timeout_s"
+                    "start every host with the same --nnodes and --rendezvous, and look at firewalls"
                 )
             if waited > _TOLD_AFTER_S and not told:
                 told = True
@@ -141,9 +143,9 @@ class Reception:
             self._guests[node] = wire
             self._names[node] = f"node {node} ({name})"
             return True
+        self._tell(f"node {node} ({name}) is refused: {refusal}")
         wire.send("refused", error=refusal, usage=True)
         wire.close()
-        self._tell(f"node {node} ({name}) is refused: {refusal}")
         return True
 
     def _refusal(self, node: int, nnodes: object, same: Mapping[str, Any]) -> str | None:
@@ -171,10 +173,13 @@ class Reception:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        if problem:
-            for wire in self._guests.values():
+        for wire in self._guests.values():
+            if problem:
                 wire.send("refused", error=problem, usage=False)
                 wire.close()
+            else:
+                wire.send("agreed")
+        if problem:
             raise LaunchError(problem)
 
     def _folder_problem(self) -> str:
@@ -206,10 +211,8 @@ def join(party: Party, tell: Tell, nap: Nap) -> Link:
         )
         welcome = _answer(wire, party, nap)
         names = {int(node): str(name) for node, name in welcome["names"]}
-        problem = _look_for(party, names[hosts.node_rank], welcome, nap)
-        wire.send("ready", problem=problem)
-        if problem:
-            _answer(wire, party, nap)
+        wire.send("ready", problem=_look_for(party, names[hosts.node_rank], welcome, nap))
+        _answer(wire, party, nap)
     except BaseException:
         wire.drop()
         raise
@@ -232,10 +235,10 @@ def _connected(party: Party, tell: Tell, nap: Nap) -> Wire:
         except OSError as error:
             why = error.strerror or str(error)
         waited = time.monotonic() - began
-        if waited > party.timeout_s:
+        if waited > party.wait_s:
             raise LaunchError(
                 f"node 0 did not answer at {hosts.place} within {waited:.0f} s: {why}; start it with --node-rank 0 "
-                "and the same --rendezvous, look at firewalls, or give more time by topology.timeout_s"
+                "and the same --rendezvous, and look at firewalls"
             )
         if waited > _TOLD_AFTER_S and not told:
             told = True
@@ -246,7 +249,7 @@ def _connected(party: Party, tell: Tell, nap: Nap) -> Wire:
 def _answer(wire: Wire, party: Party, nap: Nap) -> Message:
     """What node 0 says next; while it waits for other hosts, this one waits with it."""
     while True:
-        for message in wire.receive():
+        if (message := wire.next()) is not None:
             if message["say"] == "refused":
                 raise (UsageError if message["usage"] else LaunchError)(f"node 0 refuses: {message['error']}")
             return message
@@ -256,9 +259,9 @@ def _answer(wire: Wire, party: Party, nap: Nap) -> Message:
                 f"what listens at {party.hosts.place} is no launcher that waits for hosts, or has left: {wire.ended}; "
                 "see the screen of node 0; if a run is under way there, wait for its end"
             )
-        if time.monotonic() - wire.heard_at > party.timeout_s:
+        if time.monotonic() - wire.heard_at > party.wait_s:
             raise LaunchError(
-                f"node 0 at {party.hosts.place} has been silent for {party.timeout_s:.0f} s before the start"
+                f"node 0 at {party.hosts.place} has been silent for {party.wait_s:.0f} s before the start"
             )
         nap(_NAP_S)
 

@@ -61,7 +61,7 @@ class _StoppedBeforeStart(Exception):
 
 @dataclass(frozen=True)
 class _Hosts:
-    """The hosts that came together; `listener` is node 0's, the place of the store."""
+    """The hosts that came together; `listener` is node 0's, where they met and where the first store will be."""
 
     party: Party
     link: Link
@@ -147,6 +147,8 @@ class _Launch:
             stack.callback(world.end)
             with _starting(job):
                 world.start()
+            if place.store is not None:
+                place.store.close()  # rank 0 alone has it now: when it is dead, nobody listens there any more
             verdict = world.watch()
             return world.outcome(verdict), verdict.again
 
@@ -169,9 +171,12 @@ class _Launch:
             if go is None:
                 raise LaunchError(f"{link.names[0]} is gone before the start: {link.lost[0]}")
             name, has_saved = str(go["run_id"]), bool(go["has_saved"])
-        ranks = hosts.ranks(size, link.node)
-        address = (hosts.address, hosts.port)
-        yield Place(ranks, name, address, self._hosts.listener, link.names[link.node]), has_saved
+        ranks, address = hosts.ranks(size, link.node), (hosts.address, hosts.port)
+        with contextlib.ExitStack() as stack:
+            store = self._hosts.listener
+            if store is not None and self._restarts:
+                store = stack.enter_context(listening(hosts))
+            yield Place(ranks, name, address, store, link.names[link.node]), has_saved
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ class Link:
         self.lost: dict[int, str] = {}
         """Hosts that are gone, and how that was noticed."""
         self._wires = dict(wires)
-        self._silence_s = timeout_s + LATER_S
+        self._patience_s = timeout_s + LATER_S
+        self._silence_s = self._patience_s
+        self._kept: list[Message] = []
 
     @property
     def leads(self) -> bool:
@@ -51,14 +53,22 @@ class Link:
 
     def hurry(self) -> None:
         """Something has failed: from now on a silent host is given up sooner."""
-        self._silence_s = min(self._silence_s, HURRIED_SILENCE_S)
+        self._silence_s = min(self._patience_s, HURRIED_SILENCE_S)
+
+    def calm_down(self) -> None:
+        """A new world begins: a silent host is waited for as before."""
+        self._silence_s = self._patience_s
+
+    def keep(self, message: Message) -> None:
+        """Put back what was heard too early; it is heard again first."""
+        self._kept.append(message)
 
     def heard(self) -> list[Message]:
         """What the others have said since the last call; to be called several times a second.
 
         A host that was lost meanwhile is in it as {"say": "lost", "node": ..., "how": ...}.
         """
-        found: list[Message] = []
+        found, self._kept = self._kept, []
         for node, wire in list(self._wires.items()):
             messages = wire.receive()
             for message in messages:
@@ -71,7 +81,7 @@ class Link:
                 message = {
                     "say": "lost",
                     "node": node,
-                    "how": wire.ended or f"nothing was heard of it for {silent_s:.0f} s",
+                    "how": wire.ended or f"nothing was heard for {silent_s:.0f} s",
                 }
                 del self._wires[node]
                 wire.drop()

@@ -18,6 +18,10 @@ _HINTS = {
 }
 
 
+UNKNOWN = "nobody can tell of it"
+"""What is said of a host that is cut off by the loss of another one."""
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """The end of one worker: `code` as in subprocess (negative: a signal). `ended_by_us`: the launcher killed it.
@@ -103,7 +107,7 @@ def judge(ends: Sequence[RankEnd], total_steps: int | None, *, stopping: bool, i
 
 def _culprit(ends: Sequence[RankEnd]) -> RankEnd:
     failed = sorted((end for end in ends if not end.done), key=lambda end: end.when)
-    by_itself = [end for end in failed if not end.follows]
+    by_itself = [end for end in failed if not end.follows and end.lost != UNKNOWN]
     if by_itself:
         return by_itself[0]
     # Every error is a failed collective: the cause is a rank that did not come to it, hence has no error to tell.
@@ -144,10 +148,13 @@ def _missing(culprit: RankEnd, ends: Sequence[RankEnd]) -> str:
 
 
 def _gone(culprit: RankEnd, ends: Sequence[RankEnd]) -> str:
-    """A host that is lost, and what the first of the others waited for when it gave up."""
-    ranks = [end.rank for end in ends if end.lost and end.host == culprit.host]
-    listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    text = f"{culprit.host} with {listed} is gone: {culprit.lost}"
+    """The hosts that are lost, and what the first of the others waited for when it gave up."""
+    ranks: dict[str, list[int]] = {}
+    for end in ends:
+        if end.lost not in ("", UNKNOWN):
+            ranks.setdefault(end.host, []).append(end.rank)
+    hosts = [f"{host} with rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}" for host, own in ranks.items()]
+    text = f"{' and '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} gone: {culprit.lost}"
     waiting = sorted((end for end in ends if not end.lost and not end.done), key=lambda end: end.when)
     if not waiting:
         return text

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardrun.run.outcome import Outcome
 
 # Of shardrun's own errors those that a lost connection or peer brings; the others are refusals, and will come again.
-_MAY_PASS = frozenset({"CommunicatorError", "StepFailed"})
+MAY_PASS = frozenset({"CommunicatorError", "StepFailed"})
 
 
 def may_pass(outcome: Outcome) -> bool:
@@ -23,7 +23,7 @@ def may_pass(outcome: Outcome) -> bool:
     culprit = outcome.culprit
     if outcome.exit_code != 1 or culprit is None or any(end.lost for end in outcome.ends):
         return False
-    return culprit.failure is None or not culprit.failure.expected or culprit.failure.type in _MAY_PASS
+    return culprit.failure is None or not culprit.failure.expected or culprit.failure.type in MAY_PASS
 
 
 def announcement(outcome: Outcome, number: int, most: int, last: Path | None) -> str:

@@ -25,6 +25,7 @@ class Wire:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._lines = LineSplitter(_LONGEST)
+        self._inbox: list[Message] = []
         self._received = 0
         self._waiting = b""
         self._sent_at = 0.0
@@ -54,8 +55,17 @@ class Wire:
         self._flush()
 
     def receive(self) -> list[Message]:
-        """The messages that have come, beats left out."""
-        messages: list[Message] = []
+        """All messages that have come, beats left out."""
+        self._take_in()
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def next(self) -> Message | None:
+        """The first message that has come and was not yet received."""
+        self._take_in()
+        return self._inbox.pop(0) if self._inbox else None
+
+    def _take_in(self) -> None:
         while self.ended is None:
             try:
                 chunk = self._socket.recv(1 << 16)
@@ -65,17 +75,17 @@ class Wire:
                 self.ended = f"the connection broke ({error.strerror})"
                 break
             if not chunk:
-                self.ended = "it closed the connection"
+                self.ended = "the connection was closed"
                 break
             self.heard_at = time.monotonic()
             self._received += len(chunk)
             try:
-                messages += [_parsed(line) for line in self._lines.feed(chunk)]
+                messages = [_parsed(line) for line in self._lines.feed(chunk)]
+                self._inbox += [message for message in messages if message["say"] != "beat"]
             except ValueError:
                 self.ended = "it does not speak as a launcher of shardrun"
             if self._received > _LONGEST_GREETING and not self.trusted:
                 self.ended = "it says too much without saying who it is"
-        return [message for message in messages if message["say"] != "beat"]
 
     def close(self) -> None:
         """Close, once the other side has all that was sent or has gone, or after two seconds."""

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 from shardrun import report
+from shardrun.run.gathering import Party
+from shardrun.run.hosts import Hosts
 from shardrun.run.launch import launch
 from shardrun.run.worker_process import Job
 
@@ -27,8 +29,12 @@ def main() -> int:
         max_restarts=wanted.get("max_restarts", 0),
         command=command,
     )
+    party = None
+    if "nnodes" in wanted:
+        hosts = Hosts(wanted["nnodes"], wanted["node_rank"], "127.0.0.1", wanted["port"])
+        party = Party(hosts, wanted.get("same", {}), Path(run_dir), wanted.get("timeout_s", 60.0))
     with report.TrainScreen(json=wanted.get("json", False)) as screen:
-        outcome = launch(job, screen)
+        outcome = launch(job, screen, party)
         screen.close()
         report.outcome(outcome, Path(run_dir), "the command", None, json=wanted.get("json", False))
     return outcome.exit_code

@@ -28,6 +28,7 @@ class Wire:
             return
         if tether.rank == 0:
             with socket.socket(fileno=int(os.environ["SHARDRUN_STORE_FD"])) as listening:
+                listening.settimeout(60.0)  # node 0 of several hosts hands it over non-blocking
                 assert listening.getsockname() == (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
                 self._peer = listening.accept()[0]
         else:
