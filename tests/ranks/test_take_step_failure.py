@@ -265,3 +265,41 @@ def test_a_killed_rank_leaves_all_sessions_of_the_others_as_before(strategy: str
     for rank in (0, _ALONE):
         assert outcomes[rank].ok, outcomes[rank].error
         _check(outcomes[rank].value, place)
+
+
+class _Raises(torch.optim.SGD):
+    """A user's own optimizer, which fails once it is told to."""
+
+    fault = False
+
+    def step(self, closure: Any = None) -> Any:
+        if _Raises.fault:
+            raise ZeroDivisionError("a fault in user code")
+        return super().step(closure)
+
+
+def _alone(comm: sr.Communicator) -> tuple[str, str, bool, list[float]]:
+    """Dense weights on both ranks, an expert on each; rank 1's optimizer of its expert raises."""
+    model = Vectors({"dense": (4,), "expert": (4,)})
+    own = next(group for group in [comm.subgroup([rank]) for rank in range(comm.world_size)] if group is not None)
+    raises = sr.Declared(_Raises, kind="matrix", name="own") if comm.rank == 1 else torch.optim.SGD
+    parts = []
+    for name, group in (("dense", comm), ("expert", own)):
+        selection = sr.select_parameters(model, include=[name])
+        session = sr.SelectedDataParallel(group, model, selection)
+        parts.append(sr.SelectedZero1(session, torch.optim.SGD if group is comm else raises, lr=1.0, name=name))
+    push(model, {"dense": torch.ones(4), "expert": torch.ones(4)})
+    _Raises.fault = True
+    try:
+        sr.take_step(parts, local_weight=1)
+    except StepFailed as error:
+        return error.phase, str(error), error.in_doubt, [p.sum().item() for p in model.parameters()]
+    return "none", "", False, [p.sum().item() for p in model.parameters()]
+
+
+def test_an_optimizer_that_raises_in_a_group_of_one_does_so_before_anybody_has_voted() -> None:
+    outcomes = run_ranks(2, _alone)
+    assert [values for _, _, _, values in outcomes] == [[0.0, 0.0]] * 2
+    assert [in_doubt for _, _, in_doubt, _ in outcomes] == [False, False]
+    assert outcomes[1][0] == "propose"
+    assert "ZeroDivisionError: a fault in user code" in outcomes[1][1]
