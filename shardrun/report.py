@@ -144,11 +144,16 @@ def _other(end: RankEnd, culprit: RankEnd) -> str:
         return "gone with its host" if end.host == culprit.host else f"on {end.host}: {end.lost}"
     if end.failure is None:
         return "ended with it"
-    if culprit.failure is not None and end.failure.message == culprit.failure.message:
+    if culprit.failure is not None and _impersonal(end) == _impersonal(culprit):
         return "the same error"
     if end.follows:
         return f"freed by it ({end.failure.phase} of step {end.failure.step})"
     return f"{end.failure.type}: {(end.failure.message.splitlines() or [''])[0]}"
+
+
+def _impersonal(end: RankEnd) -> str:
+    """The message of its error without the rank that it happened on."""
+    return "" if end.failure is None else end.failure.message.replace(f"on rank {end.rank}:", "on this rank:")
 
 
 def event_lines(event: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,9 +10,10 @@ import site
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError
 from shardrun.run.status import Status
@@ -31,10 +33,23 @@ _FOREIGN = tuple(
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a rank knows of the first failure of its world, see comm.world_state.Failure."""
+
+    kind: str
+    """failed: by a fault of its own; timeout: nobody came in time; closed: a connection closed."""
+    collective: int
+    seconds: float
+    missing: tuple[int, ...] = ()
+    culprit: int | None = None
+
+
+@dataclass(frozen=True)
 class Failure:
     """One worker's error. `follow_up`: it failed because a peer did. `expected`: raised by shardrun on purpose.
 
-    `exit_code` is what the run returns for it; `code` is what user code asked for by sys.exit, else None.
+    `exit_code` is what the run returns for it; `code` is what user code asked for by sys.exit, else None. `seen` is
+    there if the world was lost. `traceback` is for the log, with the last collectives.
     """
 
     rank: int
@@ -52,10 +67,20 @@ class Failure:
     expected: bool
     code: int | None
     time: float
+    out_of_memory: bool = False
+    seen: Seen | None = None
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Failure:
+        """The inverse of dataclasses.asdict and JSON."""
+        seen = document["seen"]
+        if seen is not None:
+            seen = Seen(**{**seen, "missing": tuple(seen["missing"])})
+        return Failure(**{**document, "frames": tuple(document["frames"]), "seen": seen})
 
 
-def describe(error: BaseException, rank: int, status: Status) -> Failure:
-    """The failure that `error` means on `rank`."""
+def describe(error: BaseException, rank: int, status: Status, seen: Seen | None = None) -> Failure:
+    """The failure that `error` means on `rank`; `seen`: what its communicator knows, if that has failed."""
     cause = _true_cause(error, rank)
     frames = _frames(cause)
     file, line = frames[-1][:2] if frames else (None, None)
@@ -74,10 +99,12 @@ def describe(error: BaseException, rank: int, status: Status) -> Failure:
         line=line,
         frames=tuple(f"{name}:{number} in {function}" for name, number, function in frames[-6:]),
         traceback="".join(traceback.format_exception(error)),
-        follow_up=_follows(error, rank),
+        follow_up=follows(error, rank, seen),
         expected=isinstance(cause, ShardrunError),
         code=_left_with(cause),
         time=time.time(),
+        out_of_memory=any(_is_out_of_memory(link) for link in _chain(error)),
+        seen=seen,
     )
 
 
@@ -94,8 +121,7 @@ def write(failure: Failure, path: Path) -> None:
 def read(path: Path) -> Failure | None:
     """The failure in `path`; None if there is none."""
     try:
-        fields = json.loads(path.read_text())
-        return Failure(**{**fields, "frames": tuple(fields["frames"])})
+        return Failure.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
 
@@ -123,19 +149,33 @@ def _true_cause(error: BaseException, rank: int) -> BaseException:
     return error
 
 
-def _follows(error: BaseException, rank: int) -> bool:
-    """Whether a peer caused it: a failed collective, or an agreement to which only other ranks brought errors."""
+def follows(error: BaseException, rank: int, seen: Seen | None = None) -> bool:
+    """Whether a peer caused it: a failed collective, or an agreement to which only other ranks brought errors.
+
+    A collective can also fail by a fault of this rank: `seen` tells.
+    """
     named = _JOINT.findall(str(error)) if isinstance(error, ShardrunError) else []
     if named:
         return str(rank) not in named
-    return any(_is_failed_collective(link) for link in _chain(error))
+    links = [*_chain(error)]
+    if any(_is_failed_collective(link) for link in links):
+        return seen is None or seen.kind != "failed"
+    # torch.distributed's own family, known by name (this room does without torch): a group of the recipe's own.
+    return any(kind.__name__ == "DistError" for link in links for kind in type(link).__mro__)
 
 
 def _is_failed_collective(error: BaseException) -> bool:
-    if isinstance(error, CommunicatorError):
-        return not isinstance(error, CallMismatch)
-    # torch.distributed's own family, known by name: this room does without torch.
-    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return isinstance(error, CommunicatorError) and not isinstance(error, CallMismatch)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python, numpy and CUDA have classes for it, torch's CPU allocator has not."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if "MemoryError" in names or "OutOfMemoryError" in names:
+        return True
+    return getattr(error, "errno", None) == errno.ENOMEM or (
+        type(error) is RuntimeError and "can't allocate memory" in str(error)
+    )
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str]]:

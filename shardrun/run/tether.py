@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from shardrun.errors import StoppedAfterSave
 from shardrun.run import failure
-from shardrun.run.failure import Failure
+from shardrun.run.failure import Failure, Seen
 from shardrun.run.status import StatusFile
 
 EventSink = Callable[[int, Mapping[str, Any]], object]
@@ -63,6 +63,8 @@ class Tether:
         self.status = status
         self.failure: Failure | None = None
         """What `run` caught, if anything."""
+        self.seen: Seen | None = None
+        """What the communicator knows of its first failure; for the body of `run` to say."""
         self.before_interrupt: Callable[[], None] | None = None
         """Called on a second Ctrl-C, right before the process leaves with 130, where no launcher says how it ended."""
         self._sink = sink
@@ -131,7 +133,7 @@ class Tether:
 
     def write_error(self, error: BaseException) -> Failure:
         """Write what `error` means, with the step and phase of this worker's status, for the launcher to show."""
-        self.failure = failure.describe(error, self.rank, self.status.status)
+        self.failure = failure.describe(error, self.rank, self.status.status, self.seen)
         if self._error_path is not None:
             failure.write(self.failure, self._error_path)
         return self.failure

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.run import failure, status
+from shardrun.run.kernel import out_of_memory_kills
 from shardrun.run.outcome import RankEnd
 from shardrun.run.streams import LineSplitter, RankLog
 from shardrun.run.tether import STOP_SIGNALS
@@ -70,6 +71,7 @@ class WorkerProcess:
         self.events = LineSplitter(sys.maxsize)
         self.output = LineSplitter()
         self.ended_by_us = False
+        self._kills_before = out_of_memory_kills()
         for fd in (self.out_fd, event_fd):
             os.set_blocking(fd, False)
         self.end: RankEnd | None = None
@@ -95,6 +97,7 @@ class WorkerProcess:
             ended_by_us=self.ended_by_us and code == -signal.SIGKILL,
             time=time.time(),
             host=self.host,
+            by_kernel=code == -signal.SIGKILL and out_of_memory_kills() != self._kills_before,
         )
         return self.end
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardrun import report
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, StepFailed
 from shardrun.run.failure import describe
 from shardrun.run.outcome import Outcome, RankEnd, judge
 from shardrun.run.status import Status
@@ -141,6 +141,21 @@ def test_an_error_raised_on_purpose_needs_no_frames() -> None:
         "start again:     again",
         "exit code 3 (checkpoint missing, damaged or unfit)",
     ]
+
+
+def test_the_same_error_on_other_ranks_is_folded_into_one_line() -> None:
+    place = Status(5, "vote", 9)
+    ends = []
+    for rank in range(4):
+        told = (
+            f"step 5 failed in phase vote: communicator closed at collective 9 failed on rank {rank}: 3 of 4 said yes"
+        )
+        error = StepFailed(told, step=5, phase="vote", gradients_kept=True)
+        ends.append(RankEnd(rank, 1, place, describe(error, rank, place), ended_by_us=False, time=float(rank)))
+    result = judge(ends, 10, stopping=False, interrupted=False)
+    lines = report.failure_lines(result, Path("run"), "again", None)
+    assert lines[0] == "rank 0 failed at step 5, phase vote"
+    assert lines[2] == "ranks 1, 2, 3: the same error"
 
 
 def test_a_long_message_is_cut_on_the_screen() -> None:

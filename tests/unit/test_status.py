@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from shardrun.errors import (
     StepRefused,
     StoppedAfterSave,
 )
-from shardrun.run import failure, status
-from shardrun.run.failure import Failure, describe
-from shardrun.run.outcome import RankEnd, judge
+from shardrun.run import failure, kernel, status
+from shardrun.run.failure import Failure, Seen, describe
+from shardrun.run.outcome import RankEnd, judge, tells
 from shardrun.run.status import Status, StatusFile
 from shardrun.run.streams import LineSplitter, RankLog
 from shardrun.run.tether import Tether
@@ -107,6 +109,14 @@ def test_a_log_writes_nothing_before_it_is_released(tmp_path: Path) -> None:
     assert log.take_problem() is None
 
 
+def test_the_kernel_counts_what_it_killed_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = tmp_path / "vmstat"
+    monkeypatch.setattr(kernel, "_COUNTS", counts)
+    assert kernel.out_of_memory_kills() is None
+    counts.write_text("pgfault 12\noom_kill 3\nunevictable_pgs_culled 0\n")
+    assert kernel.out_of_memory_kills() == 3
+
+
 # ---- what an error means -------------------------------------------------------------------------------------------
 
 
@@ -129,6 +139,9 @@ def test_an_error_is_described_with_place_and_cause(tmp_path: Path) -> None:
     assert found.frames[-1] == f"{__file__}:{found.line} in caught"
     failure.write(found, tmp_path / "e.json")
     assert failure.read(tmp_path / "e.json") == found
+    lost = describe(CommunicatorError("closed"), 1, Status(2, "reduce", 7), Seen("timeout", 7, 3.5, (0, 2), 0))
+    failure.write(lost, tmp_path / "e.json")
+    assert failure.read(tmp_path / "e.json") == lost
     assert os.listdir(tmp_path) == ["e.json"]
     assert failure.read(tmp_path / "none.json") is None
 
@@ -218,6 +231,13 @@ def end(rank: int, code: int, *, done: bool = False, error: Exception | None = N
     return RankEnd(rank, code, seen, found, by_us, at)
 
 
+def seen_end(rank: int, error: Exception, seen: Seen, **others: Any) -> RankEnd:
+    """The end of a rank whose communicator knows something of the failure."""
+    one = end(rank, 1, error=error, **others)
+    assert one.failure is not None
+    return replace(one, failure=replace(describe(error, rank, one.status, seen), time=one.failure.time))
+
+
 def judged(*ends: RankEnd, stopping: bool = False, interrupted: bool = False) -> tuple[int, str]:
     outcome = judge(ends, 10, stopping=stopping, interrupted=interrupted)
     return outcome.exit_code, outcome.reason
@@ -239,7 +259,38 @@ def test_the_first_error_that_no_peer_caused_is_the_cause() -> None:
     later, earlier = end(1, 3, error=CheckpointError("a"), at=3.0), end(2, 2, error=ShardrunError("b"), at=2.0)
     assert judged(follower, later, earlier) == (1, "rank 2 failed at step 2, phase forward")
     assert judged(follower, later) == (3, "rank 1 failed at step 2, phase forward")
-    assert judged(follower, end(1, -11))[1] == "rank 1 killed by signal 11 (SIGSEGV) at step 2, phase forward"
+    assert judged(follower, end(1, -10))[1] == "rank 1 killed by signal 10 (SIGUSR1) at step 2, phase forward"
+
+
+@pytest.mark.parametrize(
+    ("code", "by_kernel", "said"),
+    [
+        (-6, False, "signal 6 (SIGABRT: it aborted itself, often after a failed collective; its log has what it said)"),
+        (-7, False, "signal 7 (SIGBUS: often a full /dev/shm, which loader workers use)"),
+        (-11, False, "signal 11 (SIGSEGV: a crash in compiled code; its log has what it said)"),
+        (-9, True, "signal 9 (out of memory: the kernel has killed for want of it)"),
+    ],
+)
+def test_a_signal_is_explained_in_the_same_line(code: int, by_kernel: bool, said: str) -> None:
+    killed = replace(end(1, code), by_kernel=by_kernel)
+    assert judged(end(0, 0, done=True), killed) == (1, f"rank 1 killed by {said} at step 2, phase forward")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        caught(StepFailed("step 2 failed", step=2, phase="propose", gradients_kept=True), MemoryError()),
+    ],
+)
+def test_what_takes_less_memory_is_said_when_there_was_too_little(error: Exception) -> None:
+    assert judged(end(0, 0, done=True), end(1, 1, error=error))[1] == (
+        "rank 1 ran out of memory at step 2, phase forward; a smaller train.micro_batch_size or "
+        "train.activation_checkpointing needs less"
+    )
 
 
 def test_a_rank_that_is_missing_from_a_collective_is_the_cause() -> None:
@@ -252,6 +303,58 @@ def test_a_rank_that_is_missing_from_a_collective_is_the_cause() -> None:
         "rank 1 is missing from collective 6 (reduce of step 2): it was at step 2, phase forward, for 10 s when rank 0 "
         "gave up",
     )
+
+
+def test_a_collective_that_failed_by_a_fault_of_the_rank_itself_makes_it_the_cause() -> None:
+    """Whoever told of it first: rank 0 stays a moment, so that the others can read why it left."""
+    error, place = CommunicatorError("communicator closed at collective 6"), Status(2, "reduce", 6)
+    follower = seen_end(1, error, Seen("closed", 6, 0.1, culprit=0), at=1.0, place=place)
+    own = seen_end(0, error, Seen("failed", 6, 0.0), at=1.5, place=place)
+    assert judged(own, follower) == (1, "rank 0 failed at step 2, phase reduce")
+
+
+def test_a_rank_that_came_too_late_is_the_cause_though_it_has_an_error_to_tell() -> None:
+    error, place = CommunicatorError("communicator closed at collective 6"), Status(2, "reduce", 6)
+    waited = seen_end(0, error, Seen("timeout", 6, 5.0, missing=(1,)), at=1.0, place=place)
+    late = seen_end(1, error, Seen("closed", 6, 0.1), at=2.0, place=place)
+    outcome = judge([waited, late], 10, stopping=False, interrupted=False)
+    assert outcome.culprit is late
+    assert outcome.reason == (
+        "rank 1 is missing from collective 6 (reduce of step 2): it came when rank 0 had given up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (
+            Seen("timeout", 6, 5.2, missing=(1,)),
+            "rank 1 is missing from collective 6 (reduce of step 2): no word from it when rank 0 gave up after 5 s",
+        ),
+        (
+            Seen("closed", 6, 0.1, missing=(1, 2)),
+            "ranks 1, 2 are missing from collective 6 (reduce of step 2): no word from them when their connections to "
+            "rank 0 ended",
+        ),
+    ],
+)
+def test_a_rank_that_ends_alone_tells_who_is_missing(seen: Seen, said: str) -> None:
+    """Under torchrun."""
+    alone = seen_end(0, CommunicatorError("communicator closed"), seen, place=Status(2, "reduce", 6))
+    outcome = judge([alone], 10, stopping=False, interrupted=False)
+    assert outcome.reason == said
+    assert outcome.culprit is not None
+    assert (outcome.culprit.rank, outcome.culprit.failure, outcome.culprit.status.step) == (1, None, 2)
+
+
+def test_of_ranks_that_end_alone_one_tells() -> None:
+    error = CommunicatorError("communicator closed")
+    missing = Seen("closed", 6, 0.1, missing=(0, 2))
+    assert [tells(seen_end(rank, error, missing)) for rank in (1, 3)] == [True, False]
+    at_fault = Seen("closed", 6, 0.1, culprit=2)
+    assert not tells(seen_end(0, error, at_fault))
+    assert tells(seen_end(2, error, Seen("failed", 6, 0.1)))
+    assert tells(end(2, 1, error=ValueError("bad label 7")))
 
 
 def test_interruptions_have_their_own_code() -> None:
