@@ -83,6 +83,7 @@ def train(
         ),
     ] = None,
     json: Json = False,
+    fault: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train, or go on with the run if it was started before.
 
@@ -108,6 +109,7 @@ def train(
             node_rank,
             rendezvous,
             json=json,
+            fault=fault,
         ),
         json,
     )

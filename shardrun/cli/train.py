@@ -18,6 +18,7 @@ from shardrun.checkpoint.lock import RunLock
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import Found, candidates, newest, scan
 from shardrun.cli.hosts import party_of
+from shardrun.comm.faults import plan
 from shardrun.config.load import load, resolved_yaml
 from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError, LaunchError, UsageError
@@ -26,7 +27,7 @@ from shardrun.run.changes import changes, refusal
 from shardrun.run.exit_file import forget_exit, write_exit
 from shardrun.run.hosts import Hosts, hosts_of
 from shardrun.run.launch import launch
-from shardrun.run.outcome import Outcome, RankEnd, cut_short, judge
+from shardrun.run.outcome import Outcome, RankEnd, cut_short, judge, tells
 from shardrun.run.slurm import rank_of_srun
 from shardrun.run.streams import RankLog
 from shardrun.run.tether import Tether
@@ -47,14 +48,17 @@ def run(
     node_rank: int | None = None,
     rendezvous: str | None = None,
     json: bool = False,
+    fault: str | None = None,
 ) -> int:
     """Run the config to its end and return the exit code.
 
     Raises what forbids a start, before anything is written: ConfigError, UsageError, CheckpointError (nothing to resume
     from), LaunchError (the folder is in use). Started by torchrun or srun, this process is one rank of the run; with
-    `nnodes` it is one of so many launchers, which meet at `rendezvous`.
+    `nnodes` it is one of so many launchers, which meet at `rendezvous`. `fault` is a plan of comm.faults.
     """
     settings = load(config, overrides)
+    if fault is not None:
+        plan(fault, settings.topology.world_size)
     hosts = _hosts(settings, nnodes, node_rank, rendezvous, fresh)
     by_environment = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if by_environment:
@@ -74,6 +78,7 @@ def run(
         "allow_fallback": allow_fallback,
         "resume_from": resume_from and os.path.abspath(resume_from),
         "stop_at": stop_at,
+        "fault": fault,
     }
     again = partial(_command, config, overrides, settings, options, newest(settings.run.dir), hosts)
     first = os.environ["RANK"] == "0" if by_environment else hosts is None or hosts.leads
@@ -100,7 +105,7 @@ def run(
 def _job(settings: Config, document: Mapping[str, Any]) -> Job:
     topology = settings.topology
     # Once there is a checkpoint of this start, it is gone on from as it stands.
-    of_this_start = {"resume_from": None, "accept_changes": False, "allow_fallback": False}
+    of_this_start = {"resume_from": None, "accept_changes": False, "allow_fallback": False, "fault": None}
     return Job(
         document,
         settings.run.dir,
@@ -281,7 +286,8 @@ def _run_as_rank(
     notes: list[str],
     json: bool,
 ) -> int:
-    """Be one rank. The first one shows the run; the others only warnings, and their own error if they are its cause."""
+    """Be one rank. The first one shows the run; the others only warnings, and their own error if they are its cause,
+    or the absence of others if they are the first of those who are left."""
     began, run_dir, total_steps = time.time(), settings.run.dir, None
     log = RankLog(run_dir / "logs" / f"rank-{os.environ['RANK']}.log")
     log.release()
@@ -304,7 +310,7 @@ def _run_as_rank(
         log.write(end.failure.traceback.splitlines())
     log.close()
     outcome = judge([end], total_steps, stopping=tether.stop_requested, interrupted=False)
-    leads = tether.rank == 0 if outcome.culprit is None else not end.follows
+    leads = tether.rank == 0 if outcome.culprit is None else tells(end)
     if leads or not _is_newer(run_dir / "exit.json", began):
         write_exit(run_dir, outcome)
     if leads:

@@ -14,7 +14,10 @@ from shardrun.config.load import from_mapping
 from shardrun.errors import ShardrunError, StoppedAfterSave
 from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import PICTURE, write_curve
+from shardrun.run.failure import Seen, follows
+from shardrun.run.fault_plan import install_faults
 from shardrun.run.metrics import MetricsFile
+from shardrun.run.model import distinct_parameters
 from shardrun.run.report_tables import start_tables
 from shardrun.run.state import resume, saved_order
 from shardrun.run.tether import Tether
@@ -28,13 +31,17 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
     _forward_warnings(tether)
     comm = open_communicator(config)
     trainer: Trainer | None = None
+
+    def step() -> int:
+        return 0 if trainer is None else trainer.current_step
+
     try:
-        comm.observer = lambda phase, collective: tether.status.set(
-            0 if trainer is None else trainer.current_step, phase, collective
-        )
+        comm.observer = lambda phase, collective: tether.status.set(step(), phase, collective)
+        install_faults(job["options"].get("fault"), comm, step)
         with comm.timeout(config.topology.save_timeout_s):
             placement = saved_order(comm, job)
         built = build(config, comm, placement)
+        install_faults(job["options"].get("fault"), comm, step, distinct_parameters(built.model))
         trainer = _trainer(built, job, tether)
         _start_event(trainer)
         already = trainer.finished
@@ -47,7 +54,8 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
             tether.send("finished", step=trainer.progress.step, already=already)
     except BaseException as error:
         if not isinstance(error, StoppedAfterSave):
-            _leave_word(error, comm, 0 if trainer is None else trainer.current_step)
+            _leave_word(error, comm, step())
+            tether.seen = _seen(comm)
         raise
     finally:
         comm.close()  # frees peers that wait for this rank
@@ -58,11 +66,16 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
 
 def _leave_word(error: BaseException, comm: Communicator, step: int) -> None:
     """Tell the peers, who wait for this rank, whose fault it was; and the log of this rank what came before."""
-    if not (isinstance(error, ShardrunError) and error.agreed):
+    if not (isinstance(error, ShardrunError) and error.agreed) and not follows(error, comm.rank):
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         comm.poison(f"rank {comm.rank} failed at step {step}, phase {comm.phase}: {told}")
     if table := comm.history_text():  # a note is part of the traceback, and that is for the log alone
         error.add_note(f"the last collectives of rank {comm.rank}:\n{table}")
+
+
+def _seen(comm: Communicator) -> Seen | None:
+    seen = comm.failure
+    return None if seen is None else Seen(seen.kind, seen.collective, seen.seconds, seen.missing, seen.culprit)
 
 
 def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
