@@ -86,7 +86,7 @@ class Guard:
             return None
         named = getattr(new[0], "__qualname__", repr(new[0]))
         return (
-            f"{self._kind.name}: a step hook ({named}) is registered on optimizer, which would run in the commit, where "
+            f"{self._kind.name}: a step hook ({named}) is registered on optimizer; it would run in the commit, where "
             "nothing may fail; remove it, and call what it does before or after the step"
         )
 
