@@ -65,6 +65,10 @@ class ParamStore:
     Local to make. `include` and `exclude` as in select_parameters. The first step decides the optimizer (`optimizer`, a
     torch.optim object over the model's own parameters) and the communicator; both stay. Later steps may bring other
     options, a learning rate for example. Nothing is broadcast: begin with equal parameters on all ranks.
+    Options are the config's in every step: a scheduler on `optimizer`, or whatever is written to its param groups, has
+    no effect; change the config instead.
+    Adam's state is made before the ranks commit a step. What torch still allocates in the commit itself is SGD's first
+    momentum buffer, which is made from the gradient, and the temporaries of kernels that are not fused.
     """
 
     def __init__(self, model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()) -> None:
@@ -149,6 +153,8 @@ class _Replica(WholeGradients):
         self._order = list(parameters)
         self._options = self._asked = options
         self._given: Mapping[str, Tensor | None] | None = None
+        self._first: dict[Tensor, dict[str, Any]] = {}
+        """State of parameters that the step in progress updates first; the commit links it."""
 
     def ask(self, kind: str, options: Mapping[str, Any], comm: Communicator, grads: Gradients | None) -> None:
         """Take note of what the next step is given, and of what is wrong with it: all ranks will hear of that."""
@@ -187,6 +193,18 @@ class _Replica(WholeGradients):
         pending = self.flat.collect(self._given)
         return Pending(pending.present, (*pending.problems, *replaced(self._places)))
 
+    def propose(self, window: Window, rates: Sequence[float]) -> None:
+        """The slices in the gradients' dtype, and first state where torch would make it in the commit."""
+        super().propose(window, rates)
+        self._first = {}
+        for held in self.flat.held:
+            if window.present[held.path] and not self.optimizer.state.get(held.parameter):
+                spec = elementwise(self.kind).spec(self._asked, held.parameter)
+                with torch.no_grad():
+                    elements = {k: torch.empty_like(held.parameter, dtype=d) for k, d in spec.elements.items()}
+                    if state := spec.initial(elements):
+                        self._first[held.parameter] = state
+
     def commit(self, window: Window, rates: Sequence[float]) -> None:
         """The ordinary optimizer's step, in place, on the averaged gradients."""
         before = [(held.parameter, held.parameter.grad, held.parameter.grad_dtype) for held in self.flat.held]
@@ -194,6 +212,9 @@ class _Replica(WholeGradients):
         self._options = self._asked
         for group in self.optimizer.param_groups:
             group.update(self._options)
+        for parameter, state in self._first.items():
+            self.optimizer.state[parameter].update(state)
+        self._first = {}
         self._update()
         for parameter, grad, dtype in before:
             parameter.grad = None

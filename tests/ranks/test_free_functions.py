@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardrun as sr
+from shardrun.errors import StepFailed
 from tests.support.models import MixedNet, OddNet, OddShapes, Vectors, push, seeded
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.sessions import Refusal, Strike, attempt, kill_this_rank, same_bits, snapshot_store
@@ -274,3 +275,83 @@ def test_a_rank_killed_in_the_all_reduce_leaves_everything_as_it_was(phase: str,
             assert again.message.startswith("communicator is closed since its first failure")
             assert again.message == later[0].message
             assert again.changed == []
+
+
+# ---- first state is made before the commit ---------------------------------------------------------------------------
+
+
+def _first_state_out_of_memory(comm: sr.Communicator) -> dict[str, Any]:
+    """The last rank runs out of memory wherever a first state is allocated; what that leaves, in two kinds of step."""
+    model = Vectors({"a": (600,), "b": (3,)}, value=1.0)
+    store = sr.ParamStore(model)
+    push(model, {"a": torch.ones(600), "b": torch.ones(3)})
+    real = torch.empty_like
+
+    def no_room(*args: Any, **options: Any) -> Tensor:
+        if isinstance(args[0], nn.Parameter) and comm.rank == comm.world_size - 1:
+            raise torch.OutOfMemoryError("simulated")
+        return real(*args, **options)
+
+    torch.empty_like = no_room
+    try:
+        sr.step_adamw(store, sr.AdamWConfig(lr=0.1), comm)
+    except StepFailed as error:
+        failed: Any = (error.phase, error.in_doubt)
+    else:
+        failed = None
+    finally:
+        torch.empty_like = real
+    state = {} if store.optimizer is None else store.optimizer.state
+    return {
+        "failed": failed,
+        "a": model.get_parameter("a")[0].item(),
+        "kept": model.get_parameter("a").grad is not None,
+        "state": len(state),
+    }
+
+
+def test_no_room_for_first_state_leaves_everything_as_it_was() -> None:
+    for held in run_ranks(2, _first_state_out_of_memory):
+        phase, in_doubt = held["failed"]
+        assert phase in ("propose", "gather", "vote")
+        assert not in_doubt
+        assert {**held, "failed": None} == {"failed": None, "a": 1.0, "kept": True, "state": 0}
+
+
+def _torch_allocates_no_state(comm: sr.Communicator) -> list[str]:
+    """torch's own first allocation fails on every rank: it is not reached, and the bits are torch's."""
+    found = []
+    for build, config in ((MixedNet, sr.AdamWConfig(amsgrad=True)), (OddNet, sr.AdamWConfig(fused=True))):
+        model = seeded(1, build)
+        twin = copy.deepcopy(model)
+        gradients = {path: torch.ones_like(p) for path, p in model.named_parameters()}
+        store = sr.ParamStore(model)
+        push(model, gradients)
+        real = torch.zeros_like
+
+        def no_room(*args: Any, real: Any = real, **options: Any) -> Tensor:
+            if isinstance(args[0], nn.Parameter):
+                raise torch.OutOfMemoryError("simulated")
+            return real(*args, **options)  # type: ignore[no-any-return]
+
+        torch.zeros_like = no_room
+        try:
+            sr.step_adamw(store, config, comm)
+        finally:
+            torch.zeros_like = real
+        groups = [{"params": [parameter]} for parameter in twin.parameters()]
+        plain = torch.optim.AdamW(groups, **dataclasses.asdict(config))
+        push(twin, gradients)
+        plain.step()
+        found += [path for path, p in model.named_parameters() if not same_bits(p, twin.get_parameter(path))]
+        assert store.optimizer is not None
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            ours, theirs = store.optimizer.state[parameter], plain.state[other]
+            if ours.keys() != theirs.keys() or not all(same_bits(ours[key], theirs[key]) for key in ours):
+                found.append(f"state {sorted(ours)} {sorted(theirs)}")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torch_finds_its_first_state_made(world_size: int) -> None:
+    assert run_ranks(world_size, _torch_allocates_no_state) == [[]] * world_size
