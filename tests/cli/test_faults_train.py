@@ -78,8 +78,8 @@ CASES = [
         (
             "rank 0 failed at step 4, phase reduce",
             r"  step 4 failed in phase reduce: communicator closed at collective \d+ \(reduce, phase reduce\) failed "
-            "on rank 0: a fault on purpose: fail rank 0 at reduce:1 of step 4. Parameters and optimizer state are those "
-            "of step 3",
+            "on rank 0: a fault on purpose: fail rank 0 at reduce:1 of step 4. Parameters and optimizer state are "
+            "those of step 3",
         ),
         "rank 1: freed by it (reduce of step 4)",
         logged=0,
