@@ -245,6 +245,15 @@ class SliceOptimizer(GroupedOptimizer):
                 assert torch.equal(held, tensor), f"{piece.path}: {key} differs between pieces"
         return {**{name: torch.cat(views) for name, views in parts.items()}, **scalars}
 
+    def listed_state(self) -> dict[str, list[str]] | None:
+        """See `Stepper`."""
+        listed = {}
+        for piece in self._all_pieces:
+            if not piece.spec.eager:
+                names = piece.spec.recorded(0) if self.optimizer.state[piece.leaf] else ()
+                listed[piece.path] = sorted(names)
+        return listed if any(not spec.eager for spec in self._specs.values()) else None
+
     def expected_tensors(self, held: Mapping[str, Tensor]) -> Shapes:
         """As `Stepper` says; of a fragment (1-D), or of the parameter's scalar (0-dim)."""
         numels: dict[str, int] = {}

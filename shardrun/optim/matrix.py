@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardrun.optim.grouped import GroupedOptimizer
 from shardrun.optim.kinds import OptionGroup
-from shardrun.optim.state import MASTER, from_record, require_recordable, to_record
+from shardrun.optim.state import MASTER, forms_of, from_record, require_recordable, to_record
 from shardrun.optim.stepper import Shapes
 from shardrun.optim.table import Kind
 
@@ -203,14 +203,28 @@ class TensorOptimizer(GroupedOptimizer):
                 found[f"{shadow.tensor.path}/{name}"] = tensor
         return found
 
+    def listed_state(self) -> dict[str, list[str]] | None:
+        """See `Stepper`."""
+        listed = {}
+        for shadow in self._shadows:
+            spec = None
+            if self.kind.declared is None:
+                spec = self.kind.spec(self.options[shadow.tensor.option_group], shadow.tensor.leaf)
+            if spec is None or not spec.eager:
+                listed[shadow.tensor.path] = sorted(forms_of(self._live(shadow)))
+        return listed or None
+
     def expected_tensors(self, held: Mapping[str, Tensor]) -> Shapes:
-        """As `Stepper` says. The state of a declared optimizer is what it is: any that `held` has for an owned path."""
+        """As `Stepper` says. Of a declared optimizer: what `held` has for an owned path, and if that is anything, the
+        state that is live now, in its form; an optimizer whose state changes its form loads into a new session."""
         expected: Shapes = {}
         for shadow in self._shadows:
             path, leaf = shadow.tensor.path, shadow.tensor.leaf
             if self.kind.declared is not None:
                 own = _of_path(path, held)
-                expected |= {f"{path}/{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+                forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+                forms |= forms_of(self._live(shadow)) if own else {}
+                expected |= {f"{path}/{name}": form for name, form in forms.items()}
                 continue
             spec = self.kind.spec(self.options[shadow.tensor.option_group], leaf)
             wanted: Shapes = {key: (tuple(leaf.shape), dtype) for key, dtype in spec.elements.items()}

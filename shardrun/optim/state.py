@@ -106,6 +106,16 @@ def to_record(key: str, value: Tensor | float) -> tuple[str, Tensor]:
     return number_name(key, type(value)), torch.tensor(value, dtype=_NUMBERS[type(value)])
 
 
+def forms_of(state: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name in a record -> (shape, dtype) of every entry of a leaf's state, as `to_record` would give it."""
+    return {
+        (key if isinstance(value, Tensor) else number_name(key, type(value))): (
+            (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), _NUMBERS[type(value)])
+        )
+        for key, value in state.items()
+    }
+
+
 def from_record(name: str, tensor: Tensor) -> tuple[str, Tensor | bool | int | float]:
     """The inverse of `to_record`; a tensor is copied."""
     key, _, kind = name.partition(":")

@@ -58,6 +58,12 @@ class Stepper(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<path>/<key>" -> a copy of the state, for a record. Python numbers are 0-dim there: "<path>/<key>:int"."""
 
+    def listed_state(self) -> dict[str, list[str]] | None:
+        """Path -> names in a record of the state that first updates made; None if all state is there from the start.
+
+        A record lists them, so that one which lost them is not taken for that of a parameter never updated.
+        """
+
     def expected_tensors(self, held: Mapping[str, Tensor]) -> Shapes:
         """Name -> (shape, dtype) for `load_state_tensors`, of a record that holds `held`.
 

@@ -17,7 +17,8 @@ class ShardRecord:
     """Optimizer state of one rank, by path; what `to_record` of a session gives and `load_record` takes.
 
     `meta` is plain JSON: version, group, rank, world_size, contract, layout, optimizer, numerics, and `fragments`,
-    path -> [start, stop]: which elements of the flattened parameter this rank holds.
+    path -> [start, stop]: which elements of the flattened parameter this rank holds. Where an optimizer makes state in
+    a first update, `state` lists what it made: path -> keys, so that a record that lost some of it is refused.
 
     `tensors` are named "<path>/<key>", key being what torch.optim calls it (exp_avg, momentum_buffer, ...) or "master".
     Per element: 1-D, (stop - start,), valid elements only, never padding. Per parameter (step, mu_product, ...): 0-dim;

@@ -117,6 +117,11 @@ class OwnedOptimizer:
         """ "<path>/<key>" -> a copy of the state."""
         return {name: tensor for stepper in self._steppers for name, tensor in stepper.state_tensors().items()}
 
+    def listed_state(self) -> dict[str, list[str]] | None:
+        """Path -> names of the state that first updates made; see Stepper."""
+        listed = [held for held in (stepper.listed_state() for stepper in self._steppers) if held is not None]
+        return {path: names for held in listed for path, names in held.items()} if listed else None
+
     def expected_tensors(self, held: Mapping[str, Tensor]) -> Shapes:
         """Name -> (shape, dtype) for `load_state_tensors`, of a record that holds `held`."""
         return {name: form for stepper in self._steppers for name, form in stepper.expected_tensors(held).items()}

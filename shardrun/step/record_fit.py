@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardrun.optim.state import MASTER
 from shardrun.records.fit import violations
 from shardrun.records.record import ShardRecord, record_key
 
@@ -29,13 +30,16 @@ def judge(
             found.append(f"step_count is {steps!r}, not a number of steps")
         reading = "tensors"
         found += [] if found else _tensor_misfits(record.tensors, expected(record.tensors))
+        found += [] if found else _unlisted(record)
+        if found:
+            return found, {}
         scalars = {name: float(tensor).hex() for name, tensor in record.tensors.items() if tensor.dim() == 0}
         keys: dict[str, list[str]] = {path: [] for path in meta["fragments"]}
-        for path, key in map(record_key, () if found else sorted(record.tensors)):
+        for path, key in map(record_key, sorted(record.tensors)):
             keys[path].append(key)
     except Exception as error:  # a record may hold anything: whatever it breaks here, all ranks refuse it
         return [f"malformed {reading} ({type(error).__name__}: {error})"], {}
-    return found, {"step_count": steps, "scalars": scalars, "keys": keys}
+    return [], {"step_count": steps, "scalars": scalars, "keys": keys}
 
 
 def joint_misfits(shared: Sequence[Mapping[str, Any]], named: Callable[[int], str]) -> list[str]:
@@ -68,4 +72,18 @@ def _tensor_misfits(tensors: Mapping[str, Tensor], expected: Expected) -> list[s
         elif tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
             saved = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
             found.append(f"{name}: saved {saved}, expected {shape} {dtype}")
+        elif tensors[name].is_meta or tensors[name].layout != torch.strided or tensors[name].is_quantized:
+            kind = "without values (on the meta device)" if tensors[name].is_meta else f"of {tensors[name].layout}"
+            found.append(f"{name}: saved a tensor {kind}, expected a dense one")
+    return found
+
+
+def _unlisted(record: ShardRecord) -> list[str]:
+    """Where the tensors are not those that the record lists of what first updates made; older records list none."""
+    found = []
+    for path, names in record.meta.get("state", {}).items():
+        listed = {f"{path}/{name}" for name in names}
+        held = {name for name in record.tensors if record_key(name)[0] == path} - {f"{path}/{MASTER}"}
+        found += [f"{name}: listed by the record, not in it" for name in sorted(listed - held)]
+        found += [f"{name}: in the record, not listed by it" for name in sorted(held - listed)]
     return found

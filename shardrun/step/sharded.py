@@ -191,6 +191,7 @@ class ShardedOptimizer(ABC):
     def record_meta(self) -> dict[str, Any]:
         """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""
         fragments = self.layout.fragments(self.rank, self.world_size)
+        listed = self.stepper.listed_state()
         return {
             "version": RECORD_VERSION,
             "group": self.name,
@@ -202,6 +203,7 @@ class ShardedOptimizer(ABC):
             "optimizer": self._described(),
             "numerics": {"seam": self.comm.seam},
             "fragments": {path: list(extent) for path, extent in fragments.items()},
+            **({} if listed is None else {"state": listed}),
         }
 
 

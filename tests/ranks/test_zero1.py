@@ -768,3 +768,61 @@ def test_a_killed_rank_leaves_the_others_as_before_the_step(phase: str) -> None:
         assert later.kind == "CommunicatorError"
         assert later.message.startswith("communicator is closed since its first failure")
         assert later.changed == []
+
+
+# ---- what a user does to the optimizer between two steps -------------------------------------------------------------
+
+_EDITS: dict[str, tuple[Callable[[torch.optim.Optimizer], None], str]] = {
+    "load_state_dict": (lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())), "load_record"),
+    "state cleared": (lambda o: o.state.clear(), "load_record"),
+    "group added": (lambda o: o.add_param_group({"params": [torch.zeros(5)]}), "param groups"),
+    "amsgrad": (lambda o: o.param_groups[0].update(amsgrad=True), "max_exp_avg_sq"),
+    "betas": (lambda o: o.param_groups[0].update(betas=(0.9,)), "betas"),
+    "hook": (lambda o: setattr(o, "handle", o.register_step_post_hook(lambda *_: None)), "step hook"),
+}
+
+
+def _edited_on_the_last_rank(comm: sr.Communicator, strategy: str, edit: str) -> dict[str, Any]:
+    """Two steps, the edit on one rank, a step that all refuse, another one after a fresh set-up: bits as without it."""
+    make = make_zero2 if strategy == "zero2" else make_zero1
+    model = Vectors({"a": (600,), "b": (16, 16), "c": (7,)}, value=1.0)
+
+    def step(session: Any, number: int) -> None:
+        push(model, {path: torch.full(p.shape, 1.0 + number) for path, p in model.named_parameters()})
+        session.step(local_weight=1)
+
+    session = make(comm, model, _ADAMW, lr=0.1)
+    for number in range(2):
+        step(session, number)
+    record, before = session.to_record(), [p.clone() for p in model.parameters()]
+    if comm.rank == comm.world_size - 1:
+        _EDITS[edit][0](session.optimizer)
+    try:
+        step(session, 2)
+    except sr.errors.ShardrunError as error:
+        refused = told(error)
+    else:
+        refused = ("", "")
+    unchanged = all(map(same_bits, before, model.parameters()))
+    fresh = make(comm, model, _ADAMW, lr=0.1)
+    fresh.load_record(record)
+    step(fresh, 2)
+    return {
+        "refused": refused,
+        "unchanged": unchanged,
+        "poisoned": comm.is_poisoned,
+        "moved": not any(map(same_bits, before, model.parameters())),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("edit", _EDITS)
+def test_an_edit_of_one_rank_s_optimizer_is_refused_by_all_and_the_communicator_stays_open(
+    strategy: str, edit: str
+) -> None:
+    for held in run_ranks(2, _edited_on_the_last_rank, strategy, edit):
+        kind, message = held["refused"]
+        assert kind == "StepRefused", message
+        assert _EDITS[edit][1] in message
+        assert "rank 1: " in message
+        assert (held["unchanged"], held["poisoned"], held["moved"]) == (True, False, True)

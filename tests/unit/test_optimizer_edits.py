@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import shardrun as sr
-from shardrun.errors import StepRefused, UsageError
+from shardrun.errors import ContractError, StepRefused, UsageError
 from shardrun.optim.elementwise import SliceOptimizer
 from shardrun.optim.kinds import ELEMENTWISE, Declared, any_kind
 from shardrun.optim.matrix import TensorOptimizer, WholeTensor
@@ -400,3 +400,92 @@ def test_both_engines_and_an_owner_have_the_surface() -> None:
         assert stepper.problems() == []
         stepper.optimizer.add_param_group({"params": [torch.zeros(1)]})
         assert len(stepper.problems()) == 1
+
+
+# ---- records that are not whole -------------------------------------------------------------------------------------
+
+
+def _lose_all(record: sr.Zero1Record | sr.Zero2Record) -> None:
+    record.tensors.clear()
+
+
+def _lose_one(record: sr.Zero1Record | sr.Zero2Record) -> None:
+    del record.tensors[sorted(record.tensors)[0]]
+
+
+def _without_values(record: sr.Zero1Record | sr.Zero2Record) -> None:
+    name = sorted(record.tensors)[-1]
+    record.tensors[name] = record.tensors[name].to("meta")
+
+
+def _sparse(record: sr.Zero1Record | sr.Zero2Record) -> None:
+    name = sorted(record.tensors)[-1]
+    record.tensors[name] = record.tensors[name].to_sparse()
+
+
+def _other_shape(record: sr.Zero1Record | sr.Zero2Record) -> None:
+    name = sorted(record.tensors)[0]
+    record.tensors[name] = torch.ones(3, 5)
+
+
+_OWN = Declared(_Own, "matrix", "own")
+_BROKEN: list[tuple[str, Any, dict[str, Any], Any, str]] = [
+    ("zero2", _SGD, {"momentum": 0.9}, _lose_all, "a/momentum_buffer: listed by the record, not in it"),
+    ("zero1", _SGD, {"momentum": 0.9}, _lose_all, "a/momentum_buffer: listed by the record, not in it"),
+    ("zero2", _SGD, {"momentum": 0.9}, _lose_one, "a/momentum_buffer: listed by the record, not in it"),
+    ("zero1", _OWN, {"counts": True}, _lose_all, "a/count:int: listed by the record, not in it"),
+    ("zero1", _OWN, {"counts": True}, _lose_one, "a/count:int: "),
+    ("zero1", _OWN, {}, _other_shape, r"a/mean: saved \(3, 5\) torch.float32, expected \(600,\)"),
+    ("zero2", _ADAMW, {}, _without_values, "meta|malformed tensors"),
+    ("zero1", _SGD, {"momentum": 0.9}, _without_values, "b/momentum_buffer: saved a tensor without values"),
+    ("zero2", _SGD, {"momentum": 0.9}, _sparse, "b/momentum_buffer: saved a tensor of torch.sparse_coo"),
+]
+
+
+@pytest.mark.parametrize(("engine", "optimizer", "options", "damage", "told"), _BROKEN)
+def test_a_record_that_is_not_whole_is_refused_and_nothing_changes(
+    engine: str, optimizer: Any, options: dict[str, Any], damage: Callable[[Any], None], told: str
+) -> None:
+    model = _model()
+    session = _session(engine, model, optimizer, lr=0.1, **options)
+    _step(session, model)
+    before, record = session.to_record(), session.to_record()
+    damage(record)
+    with pytest.raises(ContractError, match=told):
+        session.load_record(record)
+    after = session.to_record()
+    assert after.meta == before.meta
+    assert all(same_bits(after.tensors[name], before.tensors[name]) for name in before.tensors)
+    session.load_record(before)
+
+
+@pytest.mark.parametrize(("engine", "options"), [("zero2", {"momentum": 0.9}), ("zero1", {"momentum": 0.9})])
+def test_a_record_of_before_the_list_still_loads(engine: str, options: dict[str, Any]) -> None:
+    model, twin = _model(), _model()
+    session, other = (_session(engine, one, _SGD, lr=0.1, **options) for one in (model, twin))
+    unstepped = other.to_record()
+    assert unstepped.meta["state"] == {"a": [], "b": []}
+    _step(session, model)
+    record = session.to_record()
+    assert record.meta.pop("state") == {"a": ["momentum_buffer"], "b": ["momentum_buffer"]}
+    other.load_record(record)
+    twin.load_state_dict(model.state_dict())
+    for one, moved in ((session, model), (other, twin)):
+        _step(one, moved, 2.0)
+    assert all(map(same_bits, model.parameters(), twin.parameters()))
+
+
+def test_optimizers_with_all_state_from_the_start_list_none() -> None:
+    for engine, optimizer in (("zero2", _ADAMW), ("zero2", _SGD), ("zero1", _ADAMW), ("zero1", _MUON)):
+        assert "state" not in _session(engine, _model(), optimizer, lr=0.1).to_record().meta
+
+
+def test_state_of_a_declared_optimizer_loads_into_a_new_session_and_over_an_unstepped_record() -> None:
+    model = _model()
+    session, fresh = (_session("zero1", one, _OWN, lr=0.1, counts=True) for one in (model, _model()))
+    never = fresh.to_record()
+    _step(session, model)
+    fresh.load_record(session.to_record())
+    session.load_record(never)
+    assert session.to_record().tensors == {}
+    assert sorted(fresh.to_record().tensors) == ["a/count:int", "a/mean", "b/count:int", "b/mean"]
