@@ -102,6 +102,10 @@ class StepFailed(ShardrunError, RuntimeError):
         self.in_doubt = in_doubt
 
 
+class DivergenceError(ShardrunError):
+    """Parameters that all ranks should hold alike are not the same on all of them; the last checkpoint is good."""
+
+
 class StoppedAfterSave(ShardrunError):
     """Stopped on request after a checkpoint was published; running the same command again goes on."""
 

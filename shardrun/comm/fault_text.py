@@ -9,7 +9,7 @@ from shardrun.errors import UsageError
 KINDS = ("fail", "delay", "hang", "stop", "kill", "lie")
 LIES = ("fingerprint", "vote", "parameter")
 STEP_PHASES = ("collect", "agree", "reduce", "normalise", "decide", "propose", "gather", "vote", "commit", "idle")
-PHASES = ("start-up", "data", "forward", "backward", *STEP_PHASES, "validation", "save", "between steps")
+PHASES = ("start-up", "data", "forward", "backward", "replicas", *STEP_PHASES, "validation", "save", "between steps")
 """Every phase that a communicator is in, in a library step and under the trainer."""
 FOR_EVER_S = 1e9
 _NOTHING_RAISES = ("commit", "idle")

@@ -82,6 +82,8 @@ class Train(Section):
     """A selected parameter without a gradient counts as zeros, or refuses the step."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """On a NaN or infinite gradient: stop (exit 6), or skip the update on all ranks."""
+    check_replicas_every: Count | None = None
+    """Updates between comparisons of all parameters over the ranks, each before an update; null: before saves only."""
     activation_checkpointing: Patterns = ()
     """Globs over module paths whose activations are computed again in backward."""
 
@@ -202,7 +204,7 @@ class Config(Section):
 _NO_MEANING = {
     "run.name", "run.dir", "log", "checkpoint", "eval",
     "topology.timeout_s", "topology.init_timeout_s", "topology.save_timeout_s", "topology.allow_non_loopback",
-    "topology.max_restarts", "data.workers", "data.prefetch",
+    "topology.max_restarts", "train.check_replicas_every", "data.workers", "data.prefetch",
 }  # fmt: skip
 
 

@@ -67,6 +67,8 @@ class Failure:
     expected: bool
     code: int | None
     time: float
+    agreed: bool = False
+    """Whether all ranks raised it alike."""
     out_of_memory: bool = False
     seen: Seen | None = None
 
@@ -103,6 +105,7 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
         expected=isinstance(cause, ShardrunError),
         code=_left_with(cause),
         time=time.time(),
+        agreed=isinstance(cause, ShardrunError) and cause.agreed,
         out_of_memory=any(_is_out_of_memory(link) for link in _chain(error)),
         seen=seen,
     )

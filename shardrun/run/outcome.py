@@ -171,6 +171,8 @@ def _reason(culprit: RankEnd, ends: Sequence[RankEnd], total_steps: int | None) 
         return f"{who} left {_of(status, total_steps)} with code {failure.code}{text}"
     if culprit.follows and (failure is None or any(culprit.rank in _missed(end) for end in ends)):
         return _missing(culprit, ends)
+    if failure is not None and failure.agreed and len(ends) > 1:
+        return f"all ranks stopped {place}"
     if failure is not None:
         return f"{who} ran out of memory {place}; {_LESS_MEMORY}" if failure.out_of_memory else f"{who} failed {place}"
     if culprit.code < 0:

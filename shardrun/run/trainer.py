@@ -24,6 +24,7 @@ from shardrun.run.forward import Tally, loss_of, sum_over_ranks
 from shardrun.run.metrics import MetricsFile, plain
 from shardrun.run.optimizer import mean_step
 from shardrun.run.progress import Progress
+from shardrun.run.replicas import compare_replicas
 from shardrun.run.state import Lineage, save_checkpoint
 from shardrun.run.tether import Tether
 from shardrun.run.witness import Witness
@@ -78,6 +79,7 @@ class Trainer:
         for window, share in built.loader.windows(progress.position, built.stop_position):
             began = time.monotonic()
             tally = self._accumulate(window, share)
+            self._check_replicas()
             row = self._update(window, tally)
             self._log(row, time.monotonic() - began)
             self._after_window()
@@ -115,6 +117,13 @@ class Trainer:
         if window.dropped:
             self._note(f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)")
         return tally
+
+    def _check_replicas(self) -> None:
+        """Compare the parameters before this window's update spreads them, where it is due."""
+        every, window = self.built.config.train.check_replicas_every, self.progress.step + 1
+        if every is not None and window % every == 0:
+            self.built.comm.enter("replicas")
+            compare_replicas(self.built.comm, self.built.model, f"step {window} is not made")
 
     def _update(self, window: Window, tally: Tally) -> dict[str, Any]:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""
@@ -197,11 +206,17 @@ class Trainer:
             self._evaluate(may_leave=not last)
         if self._stopping or last or not self._holds_checkpoint() or self._due(config.checkpoint.every):
             self._save()
+            self._stopping |= self._saved_step == progress.step and self._asked_to_stop()
         leaving = self._stopping and not last
         if self.witness is not None:
             self.witness.after_window(progress, leaving=leaving or last)
         if leaving:
             self._leave()
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was, while all were saving: nobody should wait for another window then; collective."""
+        asked = int(self.tether.stop_requested)
+        return self.built.comm.compare("stop after the save", "", sums=[asked]).sums[0] > 0
 
     def _leave(self) -> NoReturn:
         self.tether.send("stopped", step=self.progress.step, path=str(self.lineage.parent))
@@ -244,6 +259,7 @@ class Trainer:
         if not self.plan.saves or self._saved_step == self.progress.step:
             return
         self.built.comm.enter("save")
+        compare_replicas(self.built.comm, self.built.model, f"step {self.progress.step} is not saved")
         with self.built.comm.timeout(self.built.config.topology.save_timeout_s):
             saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step

@@ -1,0 +1,101 @@
+"""Whether the replicas still are replicas: a digest of every parameter on every rank, compared over the ranks.
+
+[Note: what a comparison finds] A bit that flips in the memory of one rank, a kernel that computes something else there,
+a recipe that writes to a parameter of its own rank. Every step overwrites the trained parameters of a replica by those
+of their owners, so that what happens between two comparisons may be made good, or reach all ranks alike: then no
+comparison finds it any more. Hence it comes before an update, not after it, and before every save.
+
+[Note: the digest] Each chunk of 16384 words of 64 bits is multiplied by odd random numbers and summed modulo 2**64; the
+sums are hashed. The numbers are odd, so any change within one word changes its sum for certain; any other change does
+but for an accident. Unlike a cryptographic hash this runs at the speed of memory, and on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from shardrun.comm.communicator import Communicator
+from shardrun.comm.group import listed
+from shardrun.errors import DivergenceError, by_all
+from shardrun.run.model import distinct_parameters
+
+_CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a core's cache
+_ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
+
+
+def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> None:
+    """Return if every parameter is the same on all ranks, bit for bit; collective, and nothing is changed.
+
+    DivergenceError on all ranks otherwise, naming the first tensor and the ranks that differ; `prevented` is what does
+    not happen then, as its first words. Tied parameters count once; buffers are each rank's own.
+    """
+    if comm.world_size == 1:
+        return
+    digests = {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
+    if not comm.compare("replicas", "", {"digests": repr([*digests.items()])}).differing:
+        return
+    every: list[dict[str, str]] = comm.agree("replica digests", digests)
+    differing = [path for path in sorted(set().union(*every)) if len({held.get(path) for held in every}) > 1]
+    first, more = differing[0], f" ({len(differing)} of {len(digests)} parameters in all)" if len(differing) > 1 else ""
+    raise by_all(
+        DivergenceError(
+            f"{prevented}, because {first}{more} is not the same on all ranks: "
+            f"{_sides([held.get(first, 'none') for held in every])}. Nothing was saved since; look for faulty memory, "
+            "and for a recipe that writes to parameters on its own"
+        )
+    )
+
+
+def digest(tensor: Tensor) -> str:
+    """64 bits (hex) of shape, dtype and all bytes of `tensor`, see [Note: the digest]; on any device, local."""
+    content = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # words have to begin where memory can be read as such
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    chunks = len(words) // _CHUNK * _CHUNK
+    numbers = _numbers(tensor.device)
+    sums = _sums(words[:chunks].view(-1, _CHUNK), numbers)
+    rest = words[chunks:]
+    sums.append((rest * numbers[: len(rest)]).sum().reshape(1))
+    content.update(torch.cat(sums).cpu().numpy().tobytes())
+    content.update(bytes(raw[whole:].tolist()))
+    return content.hexdigest()
+
+
+def _sums(rows: Tensor, numbers: Tensor) -> list[Tensor]:
+    """Sums of products of each row; integers overflow, which is meant."""
+    if rows.device.type == "cpu":
+        return [torch.mv(rows, numbers)] if len(rows) else []
+    return [(part * numbers).sum(1) for part in rows.split(_ROWS)] if len(rows) else []  # CUDA has no mv of integers
+
+
+@cache
+def _numbers(device: torch.device) -> Tensor:
+    """(_CHUNK,) int64, odd and random; the same in every process."""
+    generator = torch.Generator().manual_seed(20261)
+    return (torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator) | 1).to(device)
+
+
+def _sides(held: Sequence[str]) -> str:
+    """Which ranks hold the same, the most first; where there is no most, that nobody can say who is right."""
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(held):
+        ranks.setdefault(one, []).append(rank)
+    ordered = Counter({one: len(members) for one, members in ranks.items()}).most_common()
+    (right, most), *others = ordered
+    if most > others[0][1]:
+        wrong = sorted(rank for one, _ in others for rank in ranks[one])
+        return f"{_named(wrong)} differ{'s' if len(wrong) == 1 else ''} from {_named(ranks[right])}, who agree"
+    return f"{' and '.join(_named(ranks[one]) for one, _ in ordered)} differ, and nobody can say who is right"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
