@@ -226,7 +226,11 @@ class SelectedZero1(ShardedOptimizer):
     # ---- records -----------------------------------------------------------------------------------------------
 
     def to_record(self) -> Zero1Record:
-        """Optimizer state and masters of the tensors that this rank owns, copied; local. Save it with the model."""
+        """Optimizer state and masters of the tensors that this rank owns, copied; local. Save it with the model.
+
+        The options in its meta are those of set-up: what a scheduler or the user wrote to `param_groups` since is not
+        recorded and not compared; set it again after `load_record`.
+        """
         return Zero1Record(self.record_meta(), self._record_tensors())
 
     def _described(self) -> dict[str, Any]:

@@ -145,7 +145,11 @@ class SelectedZero2(ShardedOptimizer):
     # ---- records -----------------------------------------------------------------------------------------------
 
     def to_record(self) -> Zero2Record:
-        """This rank's slices of optimizer state and masters, copied; local. Save it with the whole model."""
+        """This rank's slices of optimizer state and masters, copied; local. Save it with the whole model.
+
+        The options in its meta are those of set-up: what a scheduler or the user wrote to `param_groups` since is not
+        recorded and not compared; set it again after `load_record`.
+        """
         return Zero2Record(self.record_meta(), self._record_tensors())
 
     def _described(self) -> dict[str, Any]:
