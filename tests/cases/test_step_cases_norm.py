@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardrun as sr
-from tests.support.models import OddNet, Scalars, Vectors, loss_sum, push, seeded, token_batch
+from tests.support.models import OddNet, Vectors, loss_sum, push, seeded, token_batch
 from tests.support.ranks import run_ranks
 from tests.support.reference import PlainTorch
 from tests.support.sessions import make_zero2, photograph, told
@@ -35,22 +35,6 @@ def test_c053_the_norm_is_that_of_all_slices(numel: int) -> None:
         assert norm == 5.0
         assert ends == pytest.approx([0.6, 0.8], rel=1e-6)
         assert middle == 0.0
-
-
-def _experts(comm: sr.Communicator) -> tuple[float | None, list[float]]:
-    model = Scalars("dense", "e0", "e1")
-    zero2 = make_zero2(comm, model, _SGD, lr=1.0)
-    own = {"e0": torch.tensor([6.0])} if comm.rank == 0 else {"e1": torch.tensor([8.0])}
-    push(model, {"dense": torch.tensor([12.0]), **own})
-    norm = zero2.step(local_weight=1, missing="zero", max_grad_norm=1.0).grad_norm
-    return norm, [-model.get_parameter(name).item() for name in ("dense", "e0", "e1")]
-
-
-def test_c054_replicated_experts_count_once_in_the_norm() -> None:
-    """Global gradients 12, 3 and 4. (Experts of one rank only come with several sessions in one step.)"""
-    for norm, clipped in run_ranks(2, _experts):
-        assert norm == 13.0
-        assert clipped == pytest.approx([12 / 13, 3 / 13, 4 / 13], rel=1e-6)
 
 
 def _clipped_run(comm: sr.Communicator) -> tuple[list[float], dict[str, Tensor]]:
