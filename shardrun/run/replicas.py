@@ -74,7 +74,8 @@ def _sums(rows: Tensor, numbers: Tensor) -> list[Tensor]:
     """Sums of products of each row; integers overflow, which is meant."""
     if rows.device.type == "cpu":
         return [torch.mv(rows, numbers)] if len(rows) else []
-    return [(part * numbers).sum(1) for part in rows.split(_ROWS)] if len(rows) else []  # CUDA has no mv of integers
+    parts = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
+    return [(part * numbers).sum(1) for part in parts]  # CUDA has no mv of integers
 
 
 @cache

@@ -18,7 +18,7 @@ FIRST, SECOND = "l1", "l2"
 
 
 def run(folder: Path, world_size: int, strategy: str = "zero2", sections: Any = None, **options: Any) -> Trained:
-    base = {
+    base: dict[str, Any] = {
         "optimizer": {"name": "adamw", "lr": 0.1, "strategy": strategy},
         "train": {"steps": 6, "micro_batch_size": 1, "global_batch_size": world_size},
         "checkpoint": {"every": 2, "keep": 9},

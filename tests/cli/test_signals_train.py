@@ -1,0 +1,130 @@
+"""Signals while a checkpoint is written or read: deferred until the state is whole, then the exit code says how it went.
+
+A delay on purpose in one collective of the save or of the restore makes the moment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardrun.checkpoint.store import scan
+from shardrun.run import status
+from tests.support.launching import Program, final_tensors, shardrun, started, until, write_config
+
+STEPS = 7
+
+
+def config_in(folder: Path) -> Path:
+    folder.mkdir()
+    return write_config(
+        folder,
+        optimizer={"name": "adamw"},
+        train={"steps": STEPS, "max_grad_norm": 1.0},
+        checkpoint={"every": 2, "keep": 9},
+    )
+
+
+def run(config: Path, *words: str) -> Program:
+    """Train until the end or the fault."""
+    with started(shardrun("train", config, *words), config.parent) as program:
+        program.wait(120)
+        return program
+
+
+def wait_at(folder: Path, collective: int, phase: str, step: int) -> None:
+    """Wait until rank 1 is late in a collective; the launcher's own folder is in `folder`."""
+
+    def there() -> bool:
+        found = [status.read(path) for path in folder.glob("shardrun-*/rank-1.status")]
+        place = (phase, step)
+        return any((one.phase, one.step) == place and (not collective or one.collective == collective) for one in found)
+
+    until(there, 60, f"rank 1 has never been in {phase} of step {step}, collective {collective}")
+    time.sleep(0.5)  # what comes before the delay is over by now
+
+
+def signalled(
+    config: Path, fault: str, numbers: Sequence[int], phase: str, step: int, collective: int = 0
+) -> tuple[int, Program]:
+    """Send each signal while the fault delays a collective of that phase."""
+    control = config.parent / "control"
+    control.mkdir(exist_ok=True)
+    command = shardrun("train", config, "--fault", fault)
+    with started(command, config.parent, {"TMPDIR": str(control)}) as program:
+        wait_at(control, collective, phase, step)
+        for number in numbers:
+            program.signal(number)
+            time.sleep(0.3)
+        code = program.wait(60)
+        assert program.left(0.5) == {}
+        return code, program
+
+
+def saved(config: Path) -> list[int]:
+    """Steps of the checkpoints, oldest first; all are whole."""
+    found = scan(config.parent / "run")
+    assert all(one.complete for one in found), found
+    return sorted(one.step for one in found)
+
+
+def number_of_restore(config: Path) -> int:
+    """Which collective of a start that goes on is the restore, from the log of one that failed after it."""
+    run(config, "--fault", "fail rank 1 at data")
+    log = (config.parent / "run" / "logs" / "rank-1.log").read_text()
+    return int(re.findall(r"^ *(\d+) .*: agree: restore$", log, re.MULTILINE)[-1])
+
+
+def test_signals_in_a_save_or_a_restore_leave_all_whole(tmp_path: Path) -> None:
+    assert run(config_in(tmp_path / "straight")).process.returncode == 0
+    config = config_in(tmp_path / "signals")
+
+    code, program = signalled(config, "delay rank 1 by 4 s at save:9 of step 2", [signal.SIGINT], "save", 2)
+    assert (code, program.stderr) == (75, "")
+    assert "stopped at step 2, saved as" in program.stdout, "nobody waits for another window once it is saved"
+    assert "step 3/" not in program.stdout
+    assert saved(config) == [1, 2]
+
+    number = number_of_restore(config)
+    fault = f"delay rank 1 by 4 s at collective {number}"
+    code, program = signalled(config, fault, [signal.SIGTERM], "start-up", 0, number)
+    assert (code, program.stderr) == (75, "")
+    assert "resumed at step 2 from" in program.stdout
+    assert "stopped at step 3, saved as" in program.stdout
+    assert saved(config) == [1, 2, 3]
+
+    fault = "delay rank 1 by 20 s at save:9 of step 4"
+    code, program = signalled(config, fault, [signal.SIGINT, signal.SIGINT], "save", 4)
+    assert code == 130
+    assert program.stderr.splitlines()[0] == "interrupted, nothing saved"
+    assert saved(config) == [1, 2, 3]
+
+    fault = f"delay rank 1 by 20 s at collective {number}"
+    code, _ = signalled(config, fault, [signal.SIGINT, signal.SIGINT], "start-up", 0, number)
+    assert code == 130
+    assert saved(config) == [1, 2, 3]
+
+    assert run(config).process.returncode == 0
+    assert saved(config) == [1, 2, 3, 4, 6, 7]
+    assert final_tensors(tmp_path / "signals" / "run") == final_tensors(tmp_path / "straight" / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_worker_alone_in_a_save_is_heard_by_all(tmp_path: Path, number: signal.Signals) -> None:
+    """As a scheduler may send it; the others hear of it right after the save."""
+    config = config_in(tmp_path / "one")
+    control = tmp_path / "one" / "control"
+    control.mkdir()
+    command = shardrun("train", config, "--fault", "delay rank 1 by 4 s at save:9 of step 1")
+    with started(command, config.parent, {"TMPDIR": str(control)}) as program:
+        wait_at(control, 0, "save", 1)
+        os.kill(program.ranks()[1], number)
+        assert program.wait(60) == 75
+    assert "stopped at step 1, saved as" in program.stdout
+    assert saved(config) == [1]
