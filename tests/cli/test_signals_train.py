@@ -1,4 +1,4 @@
-"""Signals while a checkpoint is written or read: deferred until the state is whole, then the exit code says how it went.
+"""Signals while a checkpoint is written or read: deferred until all is whole; the exit code then says how it went.
 
 A delay on purpose in one collective of the save or of the restore makes the moment.
 """
