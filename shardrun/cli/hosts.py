@@ -28,7 +28,10 @@ def party_of(settings: Config, hosts: Hosts, options: Mapping[str, Any]) -> Part
         same |= {"init_from": settings.init_from.name}
     same |= {"shardrun": __version__, "torch": _version("torch"), "python": platform.python_version()}
     plain: dict[str, Any] = json.loads(json.dumps(same, default=str))
-    return Party(hosts, plain, settings.run.dir, settings.topology.timeout_s)
+    topology = settings.topology
+    # A launcher may hang on the disk of its logs as long as a rank may on that of a save.
+    patience_s = max(topology.timeout_s, topology.save_timeout_s)
+    return Party(hosts, plain, settings.run.dir, patience_s, topology.init_timeout_s)
 
 
 def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

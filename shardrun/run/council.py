@@ -26,8 +26,8 @@ class Verdict:
     again: bool
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
+        """As plain JSON, without tracebacks: they are in the logs."""
+        return {**asdict(self), "ends": [_told(end) for end in self.ends]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Verdict:
@@ -99,7 +99,7 @@ class Council:
             return
         if not self._link.leads and "ends" not in self._has_told:
             self._has_told.add("ends")
-            self._link.say("ends", ends=[asdict(end) for end in own])
+            self._link.say("ends", ends=[_told(end) for end in own])
         if self._link.leads and all(node in self._ends or node in self._link.lost for node in self._link.others):
             self.verdict = judge(self._all_ends(own))
             self._link.say("verdict", **self.verdict.to_json())
@@ -113,6 +113,13 @@ class Council:
             lost = [lost_end(rank, self._link.names[node], how) for rank in self._ranks[node]]
             ends += self._ends.get(node, lost)
         return tuple(ends)
+
+
+def _told(end: RankEnd) -> dict[str, Any]:
+    document = asdict(end)
+    if document["failure"] is not None:
+        document["failure"]["traceback"] = ""
+    return document
 
 
 def wait_for_go(link: Link, on_stop: Callable[[str], object]) -> Message | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrun.comm.config import DEFAULT_INIT_TIMEOUT_S
+from shardrun.comm.config import is_loopback
 from shardrun.errors import LaunchError, UsageError
 from shardrun.run.hosts import Hosts
 from shardrun.run.link import Link
@@ -36,10 +36,10 @@ class Party:
     hosts: Hosts
     same: Mapping[str, Any]
     run_dir: Path
-    timeout_s: float
-    """Of a collective, later on."""
-    wait_s: float = DEFAULT_INIT_TIMEOUT_S
-    """How long it waits for the others."""
+    patience_s: float
+    """How long another host may be silent once all have come."""
+    wait_s: float
+    """How long this one waits for the others to come."""
 
 
 @contextlib.contextmanager
@@ -48,6 +48,11 @@ def listening(hosts: Hosts) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             family, _, _, _, target = socket.getaddrinfo(hosts.address, hosts.port, type=socket.SOCK_STREAM)[0]
+            if is_loopback(str(target[0])) and not is_loopback(hosts.address):
+                raise LaunchError(
+                    f"--rendezvous {hosts.place}: {hosts.address} is {target[0]} on this host, where no other host can "
+                    "reach it; give the address as a number"
+                )
             listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)
@@ -88,7 +93,7 @@ class Reception:
         finally:
             for wire in self._strangers:
                 wire.drop()
-        return Link(0, dict(sorted(self._names.items())), self._guests, self._party.timeout_s)
+        return Link(0, dict(sorted(self._names.items())), self._guests, self._party.patience_s)
 
     @property
     def _absent(self) -> list[int]:
@@ -105,7 +110,8 @@ class Reception:
             if waited > self._party.wait_s:
                 raise LaunchError(
                     f"{_listed(self._absent)} of {hosts.nnodes} did not come to {hosts.place} within {waited:.0f} s; "
-                    "start every host with the same --nnodes and --rendezvous, and look at firewalls"
+                    "start every host with the same --nnodes and --rendezvous, look at firewalls, or give more time by "
+                    "topology.init_timeout_s"
                 )
             if waited > _TOLD_AFTER_S and not told:
                 told = True
@@ -216,7 +222,7 @@ def join(party: Party, tell: Tell, nap: Nap) -> Link:
     except BaseException:
         wire.drop()
         raise
-    return Link(hosts.node_rank, names, {0: wire}, party.timeout_s)
+    return Link(hosts.node_rank, names, {0: wire}, party.patience_s)
 
 
 def _connected(party: Party, tell: Tell, nap: Nap) -> Wire:
@@ -238,7 +244,7 @@ def _connected(party: Party, tell: Tell, nap: Nap) -> Wire:
         if waited > party.wait_s:
             raise LaunchError(
                 f"node 0 did not answer at {hosts.place} within {waited:.0f} s: {why}; start it with --node-rank 0 "
-                "and the same --rendezvous, and look at firewalls"
+                "and the same --rendezvous, look at firewalls, or give more time by topology.init_timeout_s"
             )
         if waited > _TOLD_AFTER_S and not told:
             told = True

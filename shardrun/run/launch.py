@@ -167,7 +167,7 @@ class _Launch:
         if link.leads:
             link.say("go", run_id=name, has_saved=has_saved)
         else:
-            go = wait_for_go(link, lambda signal: self._wishes.add(signal))
+            go = wait_for_go(link, self._wishes.of_another_host)
             if go is None:
                 raise LaunchError(f"{link.names[0]} is gone before the start: {link.lost[0]}")
             name, has_saved = str(go["run_id"]), bool(go["has_saved"])

@@ -2,9 +2,9 @@
 
 [Note: hosts] Node 0 leads: every other launcher is connected with it and with nobody else. It passes on what all have
 to know, gathers how the ranks of all hosts ended, and gives the one verdict that every launcher shows. A launcher says
-"beat" every second. One whose connection ends, or that has not been heard of for the timeout of a collective and a
-little more, is lost, and its ranks with it: the ranks of the others have then found out by themselves, and told what
-they waited for.
+"beat" every second. One whose connection ends, or that has not been heard of for longer than any rank waits for
+another, is lost, and its ranks with it. The ranks of the others find out by themselves and tell what they waited for;
+then their launcher gives up a silent host within seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardrun.run.wire import Message, Wire
 
 # After its own ranks have failed nobody waits longer than this for a host that is silent.
 HURRIED_SILENCE_S = 5.0
-# So much later than a rank that waits in a collective: that one knows more.
+# So much later than a rank that waits for another: that one knows more.
 LATER_S = 5.0
 _FOR_ALL = frozenset({"failing", "stopping", "interrupted", "lost"})
 
@@ -25,14 +25,14 @@ _FOR_ALL = frozenset({"failing", "stopping", "interrupted", "lost"})
 class Link:
     """This launcher's connections with the others, and what is known of them."""
 
-    def __init__(self, node: int, names: Mapping[int, str], wires: Mapping[int, Wire], timeout_s: float) -> None:
+    def __init__(self, node: int, names: Mapping[int, str], wires: Mapping[int, Wire], patience_s: float) -> None:
         """`names` has every host as messages name it. Node 0 has a wire to every other, they have one to node 0."""
         self.node = node
         self.names = dict(names)
         self.lost: dict[int, str] = {}
         """Hosts that are gone, and how that was noticed."""
         self._wires = dict(wires)
-        self._patience_s = timeout_s + LATER_S
+        self._patience_s = patience_s + LATER_S
         self._silence_s = self._patience_s
         self._kept: list[Message] = []
 

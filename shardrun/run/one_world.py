@@ -36,16 +36,16 @@ class Wishes:
     """Requests to stop, kept from the moment when they come until a world acts on them."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, float]] = []
-        """Name (SIGINT, or SIGTERM on node 1) and time of each."""
+        self.asked: list[tuple[str, float, bool]] = []
+        """Name (SIGINT, or SIGTERM on node 1) and time of each, and whether it came to this host."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Note a signal."""
-        self.add(signal.Signals(number).name)
+        self.asked.append((signal.Signals(number).name, time.monotonic(), True))
 
-    def add(self, name: str) -> None:
-        """Note a request."""
-        self.asked.append((name, time.monotonic()))
+    def of_another_host(self, name: str) -> None:
+        """Note what was asked of another host, which has told all."""
+        self.asked.append((name, time.monotonic(), False))
 
 
 class OneWorld:
@@ -118,18 +118,19 @@ class OneWorld:
             if message["say"] == "interrupted":
                 self._interrupt()
             else:
-                self._wishes.add(message["signal"])
+                self._wishes.of_another_host(message["signal"])
 
     def _act_on_wishes(self) -> None:
         while self._wishes.asked:
-            name, when = self._wishes.asked.pop(0)
+            name, when, here = self._wishes.asked.pop(0)
             if self._stopping_since is None:
                 self._stopping_since = when
                 self._screen.event(0, {"event": "stopping", "signal": name})
                 for worker in self._workers:
                     if worker.end is None:
                         os.kill(worker.process.pid, signal.SIGTERM)
-                self._tell("stopping", signal=name if not self._place.host else f"{name} on {self._place.host}")
+                if here:
+                    self._tell("stopping", signal=f"{name} on {self._place.host}")
             elif name == "SIGINT" and when - self._stopping_since > SAME_WISH_S:
                 self._interrupt()
                 self._tell("interrupted")

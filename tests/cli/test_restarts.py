@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def test_a_rank_that_is_killed_twice_costs_nothing_but_time(tmp_path: Path) -> N
         assert [line for line in log if line.startswith("restart")] == restarts(program)
     assert json.loads((folders[1] / "run" / "exit.json").read_text())["exit_code"] == 0
     assert not list((folders[1]).glob("shardrun-*"))
+
+
+def test_torchrun_restarts_ranks_that_go_on(tmp_path: Path) -> None:
+    """torch's elastic agent starts all ranks again, each of which goes on from the last checkpoint."""
+    folders = [tmp_path / "straight", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    options: dict[str, Any] = {"train": {"steps": 5}, "checkpoint": {"every": 2}}
+    config = write_config(folders[0], **options)
+    assert ended(shardrun("train", config), folders[0])[0] == 0
+    config = write_config(folders[1], **options, recipe_args={"fault": "kill", "at": 4})
+    elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    code, program = ended([*elastic, "-m", "shardrun", "train", str(config)], folders[1])
+    assert code == 0, program.stderr
+    assert re.findall(r"^resumed at step (\d)", program.stdout, re.MULTILINE) == ["2"]
+    assert final_tensors(folders[1] / "run") == final_tensors(folders[0] / "run")
+    assert rows(folders[1]) == rows(folders[0])
 
 
 def test_the_last_failure_counts_once_there_are_no_restarts_left(tmp_path: Path) -> None:

@@ -51,12 +51,11 @@ class Network:
         _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
     def kill(self, host: int) -> None:
-        """SIGKILL every process of a host."""
-        for pid in subprocess.run(
-            ["ip", "netns", "pids", self._space(host)], check=True, capture_output=True, text=True
-        ).stdout.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        """SIGKILL every process of a host; none of them sees another one die."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in _processes(self._space(host)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def make(self) -> None:
         """Make all of it; CalledProcessError where this machine does not allow it."""
@@ -152,12 +151,16 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+def _processes(name: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 def _remove(name: str) -> None:
     if (_FOLDER / name).exists():
-        found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
-        for pid in found.stdout.split():
+        for pid in _processes(name):
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

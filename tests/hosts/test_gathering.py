@@ -37,7 +37,7 @@ class Hall:
 
     def party(self, node: int, **changes: Any) -> Party:
         hosts = Hosts(changes.pop("nnodes", self.nnodes), node, "127.0.0.1", self.port)
-        options = {"same": SAME, "run_dir": self.run_dir, "timeout_s": 5.0, "wait_s": self.wait_s, **changes}
+        options = {"same": SAME, "run_dir": self.run_dir, "patience_s": 5.0, "wait_s": self.wait_s, **changes}
         return Party(hosts, **options)
 
     def host(self, **changes: Any) -> Future[Link]:
@@ -138,7 +138,7 @@ def test_a_silent_host_is_lost_after_the_timeout_and_sooner_once_something_faile
 ) -> None:
     monkeypatch.setattr("shardrun.run.link.LATER_S", 0.3)
     monkeypatch.setattr("shardrun.run.link.HURRIED_SILENCE_S", 0.1)
-    lead, one = (future.result(20) for future in (hall.host(timeout_s=0.2), hall.guest(1, timeout_s=100.0)))
+    lead, one = (future.result(20) for future in (hall.host(patience_s=0.2), hall.guest(1, patience_s=100.0)))
     began = time.monotonic()
     assert heard(lead)[0]["how"].startswith("nothing was heard for ")
     assert 0.3 < time.monotonic() - began < 3
@@ -211,8 +211,16 @@ def test_an_address_that_is_not_of_this_host_or_in_use_is_refused(hall: Hall) ->
         refused(hall.host(), LaunchError, "node 0 cannot listen on .*: Address already in use")
 
 
+def test_a_name_that_means_another_machine_everywhere_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes the machine's own name beside 127.0.1.1."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
+    monkeypatch.setattr("shardrun.run.gathering.socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(LaunchError, match=r"a is 127\.0\.1\.1 on this host, where no other host can reach it"):
+        listening(Hosts(2, 0, "a", 29400)).__enter__()
+
+
 def test_a_name_without_an_address_is_refused(tmp_path: Path) -> None:
-    party = Party(Hosts(2, 1, "no-such-host.invalid", 29400), SAME, tmp_path, 1.0)
+    party = Party(Hosts(2, 1, "no-such-host.invalid", 29400), SAME, tmp_path, 1.0, 1.0)
     with pytest.raises(LaunchError, match=r"no-such-host\.invalid has no address here"):
         join(party, print, time.sleep)
 

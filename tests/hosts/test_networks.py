@@ -212,6 +212,24 @@ def test_a_killed_host_ends_all_in_time_and_the_same_command_goes_on(
     finishes_as_one_host_does(net, join, config, straight(hosts))
 
 
+@pytest.mark.parametrize(("hosts", "victim"), sampled([(2, 1), (2, 0)], kept=0))
+def test_a_killed_rank_costs_a_restart_on_all_hosts_and_no_more(
+    net: Network, hosts: int, victim: int, tmp_path: Path, straight: Callable[[int], Path]
+) -> None:
+    config = config_in(tmp_path / "restarted", hosts, topology={"max_restarts": 1})
+    with on_hosts(net, by_launchers(net, config), config.parent) as programs:
+        programs[0].until("step 7/")
+        programs[victim].kill_rank(victim)
+        codes, _ = ends(programs, 120)
+    assert codes == [0] * hosts, "\n".join(program.stdout + program.stderr for program in programs)
+    for program in programs:
+        restarts = [line for line in program.stdout.splitlines() if line.startswith("restart ")]
+        assert len(restarts) == 1
+        assert restarts[0].startswith(f"restart 1 of 1: rank {victim} on node {victim} (h{victim}, ")
+    assert final_tensors(config.parent / "run") == final_tensors(straight(hosts) / "run")
+    assert rows(config.parent) == rows(straight(hosts))
+
+
 def said(program: Program) -> tuple[list[int], str]:
     """The hosts that a launcher's screen says are gone, and how; it names what a rank that is left waited for."""
     first = program.stderr.splitlines()[0]

@@ -32,7 +32,7 @@ def main() -> int:
     party = None
     if "nnodes" in wanted:
         hosts = Hosts(wanted["nnodes"], wanted["node_rank"], "127.0.0.1", wanted["port"])
-        party = Party(hosts, wanted.get("same", {}), Path(run_dir), wanted.get("timeout_s", 60.0))
+        party = Party(hosts, wanted.get("same", {}), Path(run_dir), wanted.get("timeout_s", 60.0), 60.0)
     with report.TrainScreen(json=wanted.get("json", False)) as screen:
         outcome = launch(job, screen, party)
         screen.close()
