@@ -39,7 +39,7 @@ from tests.support.matrix import (
 from tests.support.models import push
 from tests.support.reference import CLASSES, Float64Twin, Part, PlainTorch, Share, Verdict, joint_step, judge
 
-_EXAMPLES = int(os.environ.get("SHARDRUN_MATRIX_EXAMPLES", "150"))
+_EXAMPLES = int(os.environ.get("SHARDRUN_MATRIX_EXAMPLES", "60"))
 
 
 def _drawn(share: int) -> settings:
