@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -36,6 +37,8 @@ def first_lines(programs: list[Program]) -> list[str]:
     return [program.stderr.splitlines()[0] for program in programs]
 
 
+LONG = os.environ.get("SHARDRUN_LONG", "0") != "0"
+SEED = 4
 NODES = [f"node {node} ({gethostname()}, 127.0.0.1)" for node in (0, 1)]
 
 
@@ -150,6 +153,39 @@ def test_a_failed_world_is_followed_by_a_new_one_on_all_hosts(tmp_path: Path) ->
         ]
         assert program.stderr.splitlines()[0] == killed
     assert programs[0].stdout.count("step 1/10") == 3
+
+
+@pytest.mark.parametrize("trial", range(40 if LONG else 5))
+def test_whatever_happens_whenever_both_hosts_end_alike_and_leave_nothing(tmp_path: Path, trial: int) -> None:
+    """Something random at a random moment from the first meeting on: a rank or a launcher killed, a stop."""
+    chance = random.Random(f"{SEED} {trial}")
+    deed, node, restarts = (
+        chance.choice(["rank", "launcher", "stop", "interrupt"]),
+        chance.randrange(2),
+        chance.randrange(3),
+    )
+    with two_launchers(tmp_path, steps=30, max_restarts=restarts, save_s=chance.choice([0.0, 0.5])) as programs:
+        for program in programs:
+            program.until("all 2 hosts are there")
+        time.sleep(chance.uniform(0.0, 1.6))
+        with suppress(ProcessLookupError, KeyError):
+            if deed == "rank":
+                programs[node].kill_rank(node)
+            elif deed == "launcher":
+                programs[node].signal(signal.SIGKILL)
+            else:
+                for _ in range(1 if deed == "stop" else 2):
+                    programs[node].signal(signal.SIGINT)
+                    time.sleep(0.15)
+        codes = ended(programs, 30)
+    told = f"{deed} of node {node}, {restarts} restarts: {codes}\n" + "\n".join(p.stderr for p in programs)
+    if deed == "launcher" and -signal.SIGKILL in codes:
+        assert codes[1 - node] in (0, 1), told
+    elif -signal.SIGINT not in codes:  # the second one came when that launcher was through
+        expected = {"rank": {1} if restarts == 0 else {0}, "stop": {75}, "interrupt": {75, 130}}.get(deed, set())
+        assert codes[0] == codes[1], told
+        assert codes[0] in {0} | expected, told
+    assert "Traceback" not in told
 
 
 def test_a_finished_run_leaves_no_trace_on_any_host(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,21 @@ def test_a_cut_link_ends_all_in_time_and_the_same_command_goes_on(
     intact(config.parent / "run")
     net.mend(victim)
     finishes_as_one_host_does(net, join, config, straight(hosts))
+
+
+@pytest.mark.parametrize("hosts", sampled([(2,)], kept=0))
+def test_a_link_that_is_back_before_the_timeout_has_no_effect(
+    net: Network, hosts: int, tmp_path: Path, straight: Callable[[int], Path]
+) -> None:
+    config = config_in(tmp_path / "short", hosts)
+    with on_hosts(net, by_launchers(net, config), config.parent) as programs:
+        programs[0].until("step 7/")
+        net.cut(1)
+        time.sleep(TIMEOUT_S / 3)
+        net.mend(1)
+        codes, _ = ends(programs, 60)
+    assert codes == [0, 0], programs[0].stderr + programs[1].stderr
+    assert final_tensors(config.parent / "run") == final_tensors(straight(hosts) / "run")
 
 
 @pytest.mark.parametrize(
