@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,3 +129,39 @@ def test_a_signal_to_one_worker_alone_in_a_save_is_heard_by_all(tmp_path: Path, 
         assert program.wait(60) == 75
     assert "stopped at step 1, saved as" in program.stdout
     assert saved(config) == [1]
+
+
+# ---- before anything is started --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_launch_leaves_with_130(tmp_path: Path, number: signal.Signals) -> None:
+    config = tmp_path / "never.yaml"
+    os.mkfifo(config)  # to be read once somebody writes
+    with started(shardrun("train", config), tmp_path) as program:
+        writer = os.open(config, os.O_WRONLY)  # waits for the reader
+        time.sleep(0.1)
+        program.signal(number)
+        assert program.wait(10) == 130
+        os.close(writer)
+    assert (program.stdout, program.stderr) == ("", "interrupted\n")
+
+
+def test_an_interruption_that_compiled_code_has_turned_into_another_error_is_one(tmp_path: Path) -> None:
+    script = """
+import os, signal
+from shardrun import __main__
+from shardrun.cli import app
+
+def swallowing(prog_name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ValueError("SchemaError") from None
+
+app.app = swallowing
+__main__.main()
+"""
+    with started([sys.executable, "-c", script], tmp_path) as program:
+        assert program.wait(30) == 130
+    assert program.stderr == "interrupted\n"
