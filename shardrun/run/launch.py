@@ -105,7 +105,7 @@ class _Launch:
 
     def run(self) -> Outcome:
         """The outcome of the last world."""
-        before = newest(self._job.run_dir)
+        before = newest(self._job.run_dir) if self._job.max_restarts else None
         has_saved = False
         while True:
             outcome, again = self._one_world(has_saved)

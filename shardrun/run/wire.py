@@ -82,7 +82,7 @@ class Wire:
             try:
                 messages = [_parsed(line) for line in self._lines.feed(chunk)]
                 self._inbox += [message for message in messages if message["say"] != "beat"]
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.ended = "it does not speak as a launcher of shardrun"
             if self._received > _LONGEST_GREETING and not self.trusted:
                 self.ended = "it says too much without saying who it is"
@@ -104,14 +104,13 @@ class Wire:
         self._socket.close()
 
     def _flush(self) -> None:
-        if not self._waiting or self.ended is not None:
-            return
         try:
-            self._waiting = self._waiting[self._socket.send(self._waiting) :]
+            while self._waiting:
+                self._waiting = self._waiting[self._socket.send(self._waiting) :]
         except BlockingIOError:
             pass
-        except OSError as error:
-            self.ended = f"the connection broke ({error.strerror})"
+        except OSError:
+            self._waiting = b""  # what has come before can still be received, and then the end of it
 
 
 def _parsed(line: str) -> Message:

@@ -226,7 +226,8 @@ def test_a_name_without_an_address_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"say": "hello"}\n', b"\x16\x03" * 999_999, b""]
+    "greeting",
+    [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"say": "hello"}\n', b"[" * 500_000 + b"\n", b"\x16\x03" * 999_999, b""],
 )
 def test_strangers_at_the_door_do_no_harm(hall: Hall, greeting: bytes) -> None:
     lead = hall.host()
@@ -263,6 +264,19 @@ def test_a_connection_that_breaks_says_so() -> None:
     assert wire.receive() == []
     assert wire.ended == "the connection broke (Connection reset by peer)"
     wire.send("beat")
+    wire.close()
+
+
+def test_what_came_before_a_connection_broke_is_received() -> None:
+    one, two = _connected()
+    wire = Wire(one)
+    two.sendall(b'{"say": "verdict"}\n')
+    two.close()
+    for _ in range(3):
+        wire.send("beat")  # the first is answered by a reset, the next one fails
+        time.sleep(0.05)
+    assert wire.receive() == [{"say": "verdict"}]
+    assert wire.ended is not None
     wire.close()
 
 
