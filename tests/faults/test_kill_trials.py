@@ -46,4 +46,4 @@ def test_the_same_harness_finds_survivors_of_a_step_in_place_wrong(
     trials = run_trials(strategy, 1, count, aimed)
     tell(_TITLE, HEADER, row(f"{strategy} (unsafe)", trials))
     assert sum(trial.wrong_survivors for trial in trials) > 0
-    assert all("state is not that of step" in told for trial in trials for told in trial.wrong)
+    assert any("state is not that of step" in told for trial in trials for told in trial.wrong)
