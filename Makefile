@@ -10,13 +10,14 @@ DEMO := runs/demo
 export OMP_NUM_THREADS := 1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit ranks faults long cli cases one coverage clean
+.PHONY: help setup demo test lint unit ranks faults long chaos cli cases one coverage clean
 help:
 	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
 	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
 	@echo "make lint      ruff, mypy --strict, import-linter"
 	@echo "make unit      tests without processes;  make ranks: tests on 1 to 4 gloo ranks"
 	@echo "make faults    a seeded sample of kills, stops and other faults;  make long: all of them, and what safety costs"
+	@echo "make chaos     a hundred random kills, stops and faults of a small run, each gone on from (CYCLES=, SEED=)"
 	@echo "make one T=tests/unit/test_config_load.py   one file or test, first failure ends it"
 
 setup: $(READY)
@@ -58,6 +59,10 @@ cases: AND := tests/gpu
 long: setup
 	$(PY) -m pytest -q tests/faults --long
 	$(PY) -m tests.faults.cost
+
+# A hundred random ends of a small run, each gone on from: CYCLES, SEED.
+chaos: setup
+	$(PY) -m tests.faults.chaos --cycles $(or $(CYCLES),100) --seed $(or $(SEED),4)
 
 one: setup
 	$(PY) -m pytest -x $(T)
