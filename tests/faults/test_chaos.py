@@ -11,14 +11,15 @@ import pytest
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
 from shardrun.checkpoint.store import MODEL_FILE, newest
 from shardrun.run.metrics import NAME
-from tests.faults.chaos import DEEDS, HEADER, VARIANTS, Chaos, Deed, Moment, Report, differences
+from tests.faults.chaos import HEADER, VARIANTS, Chaos, Report, differences
 from tests.faults.conftest import Tell
+from tests.faults.deeds import DEEDS, Deed, Moment
 
 CYCLES, SEED, STEPS = 3, 3, 12
 
 
 @dataclass(frozen=True)
-class Ended:
+class Cut:
     """A folder with run-0, which was cut into pieces, and twin-0, which was not."""
 
     folder: Path
@@ -26,19 +27,19 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
     """After a few cycles."""
     folder = tmp_path_factory.mktemp("chaos")
-    return Ended(folder, Chaos(folder, SEED, STEPS).run(CYCLES, print))
+    return Cut(folder, Chaos(folder, SEED, STEPS).run(CYCLES, print))
 
 
 @pytest.mark.timeout(400)
-def test_a_run_that_was_cut_into_pieces_ends_as_its_twin(ended: Ended, tell: Tell) -> None:
-    report = ended.report
+def test_a_run_that_was_cut_into_pieces_ends_as_its_twin(cut: Cut, tell: Tell) -> None:
+    report = cut.report
     assert report.wrong == []
     assert sum(len(tally.seconds) for tally in report.tallies.values()) == CYCLES
     assert report.runs == list(VARIANTS)[: len(report.runs)]
-    assert differences(ended.folder / "run-0", ended.folder / "twin-0") == []
+    assert differences(cut.folder / "run-0", cut.folder / "twin-0") == []
     title = f"chaos: {CYCLES} cycles of seed {SEED}; a hundred in `make chaos`"
     for row in report.rows():
         tell(title, HEADER, row)
@@ -49,9 +50,9 @@ def test_a_run_that_was_cut_into_pieces_ends_as_its_twin(ended: Ended, tell: Tel
     ("damage", "expected"),
     [("bit", [MODEL_FILE]), ("row", [NAME]), ("repeated", [NAME]), ("position", ["data"])],
 )
-def test_whatever_differs_is_found(ended: Ended, tmp_path: Path, damage: str, expected: list[str]) -> None:
+def test_whatever_differs_is_found(cut: Cut, tmp_path: Path, damage: str, expected: list[str]) -> None:
     run_dir = tmp_path / "run"
-    shutil.copytree(ended.folder / "run-0", run_dir)
+    shutil.copytree(cut.folder / "run-0", run_dir)
     found = newest(run_dir)
     assert found is not None
     model, metrics = found.path / MODEL_FILE, run_dir / NAME
@@ -69,7 +70,7 @@ def test_whatever_differs_is_found(ended: Ended, tmp_path: Path, damage: str, ex
         del manifest["digest"]
         manifest["data"]["position"] += 1
         (found.path / MANIFEST).write_bytes(seal(manifest))
-    assert differences(run_dir, ended.folder / "twin-0") == expected
+    assert differences(run_dir, cut.folder / "twin-0") == expected
 
 
 def test_the_same_seed_is_the_same_chaos() -> None:
