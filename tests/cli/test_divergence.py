@@ -13,6 +13,8 @@ from shardrun.checkpoint.store import scan
 from tests.support.launching import shardrun, started, write_config
 from tests.support.training import RECIPES, Trained, document, train
 
+pytestmark = pytest.mark.sample(8)
+
 LAYERS = str(RECIPES / "train_two_layers.py")
 FIRST, SECOND = "l1", "l2"
 

@@ -16,6 +16,8 @@ from shardrun.checkpoint.store import newest, scan
 from shardrun.run.metrics import read_rows
 from tests.support.launching import Program, final_tensors, shardrun, started, write_config
 
+pytestmark = pytest.mark.sample(2)
+
 TIMEOUT_S = 3.0
 STEPS = 10
 """One for the last fault, and one after it."""
@@ -158,6 +160,31 @@ def test_a_run_that_goes_wrong_in_eight_ways_ends_as_one_that_never_did(tmp_path
     assert ended(config)[0] == 0
     assert final_tensors(run_dir) == final_tensors(tmp_path / "straight" / "run")
     assert rows(tmp_path / "faults") == rows(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "memory",
+            "rank 1 ran out of memory at step 2, phase forward; a smaller train.micro_batch_size or "
+            "train.activation_checkpointing needs less",
+        ),
+        (
+            "abort",
+            "rank 1 killed by signal 6 (SIGABRT: it aborted itself, often after a failed collective; its log has what "
+            "it said) at step 2, phase forward",
+        ),
+    ],
+)
+def test_lack_of_memory_and_aborts_are_explained_in_one_line(tmp_path: Path, fault: str, said: str) -> None:
+    code, program = ended(write_config(tmp_path, recipe_args={"fault": fault}))
+    assert code == 1
+    screen = program.stderr.splitlines()
+    assert screen[0] == said
+    assert "rank 0: freed by it (agree of step 2)" in screen
+    assert f"last checkpoint: {tmp_path}/run/checkpoints/step-0000000001" in screen
+    assert len(screen) <= 14
 
 
 def test_a_fault_that_cannot_be_meant_is_refused_before_a_start(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from shardrun.run.restarts import announcement, may_pass
 from shardrun.run.status import Status
 from tests.support.launching import Program, final_tensors, pretended, shardrun, started, until, write_config
 
+pytestmark = pytest.mark.sample(4)
+
 
 def ended(command: list[str], folder: Path) -> tuple[int, Program]:
     with started(command, folder) as program:

@@ -19,6 +19,8 @@ from shardrun.checkpoint.store import scan
 from shardrun.run import status
 from tests.support.launching import Program, final_tensors, shardrun, started, until, write_config
 
+pytestmark = pytest.mark.sample(2)
+
 STEPS = 7
 
 
