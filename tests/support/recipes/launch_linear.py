@@ -94,6 +94,10 @@ def _go_wrong(fault: str) -> None:
         os._exit(0)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "memory":
+        torch.empty(1 << 60)
+    if fault == "abort":
+        os.abort()
     if fault == "sleep":
         time.sleep(60)
     if fault == "warn":
