@@ -62,7 +62,8 @@ def digest(tensor: Tensor) -> str:
     words = raw[:whole].view(torch.int64)
     chunks = len(words) // _CHUNK * _CHUNK
     numbers = _numbers(tensor.device)
-    sums = _sums(words[:chunks].view(-1, _CHUNK), numbers)
+    rows = words[:chunks].view(-1, _CHUNK)
+    sums = [torch.mv(rows, numbers)] if rows.device.type == "cpu" else _sums(rows, numbers)
     rest = words[chunks:]
     sums.append((rest * numbers[: len(rest)]).sum().reshape(1))
     content.update(torch.cat(sums).cpu().numpy().tobytes())
@@ -71,11 +72,8 @@ def digest(tensor: Tensor) -> str:
 
 
 def _sums(rows: Tensor, numbers: Tensor) -> list[Tensor]:
-    """Sums of products of each row; integers overflow, which is meant."""
-    if rows.device.type == "cpu":
-        return [torch.mv(rows, numbers)] if len(rows) else []
-    parts = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
-    return [(part * numbers).sum(1) for part in parts]  # CUDA has no mv of integers
+    """As torch.mv, which CUDA has not for integers; sums overflow, which is meant."""
+    return [(rows[at : at + _ROWS] * numbers).sum(1) for at in range(0, len(rows), _ROWS)]
 
 
 @cache

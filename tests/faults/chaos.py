@@ -26,7 +26,7 @@ from typing import Any
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import newest, scan
 from shardrun.run.metrics import read_rows
-from tests.faults.deeds import DEEDS, Deed, Moment
+from tests.faults.deeds import DEEDS, SAVES_EVERY, Deed, Moment
 from tests.faults.verdict import table
 from tests.support.launching import ROOT, Program, final_tensors, shardrun, started
 
@@ -34,7 +34,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 TINY = (
     "recipe_args.context=16", "recipe_args.layers=1", "recipe_args.width=16", "recipe_args.heads=2",
     "recipe_args.dropout=0.1", "train.micro_batch_size=2", "train.global_batch_size=8", "train.check_replicas_every=1",
-    "schedule.warmup_steps=5", "checkpoint.every=3", "log.every=1", "eval.every=7", "eval.max_samples=16",
+    "schedule.warmup_steps=5", f"checkpoint.every={SAVES_EVERY}", "log.every=1", "eval.every=7", "eval.max_samples=16",
 )  # fmt: skip
 VARIANTS = {
     "zero2": ("optimizer.strategy=zero2",),

@@ -14,6 +14,7 @@ from shardrun.comm.fault_text import STEP_PHASES
 from tests.support.launching import Program
 
 WORLD = 2
+SAVES_EVERY = 3
 SHORT_S = 5.0
 _AHEAD = 6  # updates beyond the last checkpoint among which things happen
 
@@ -41,9 +42,11 @@ class Moment:
     def place(self, phases: Sequence[str]) -> str:
         """A phase of the step, or a collective in it."""
         phase = self.rng.choice(phases)
-        nth = self.rng.randint(1, 12) if phase == "save" else 1
-        within = phase in ("agree", "reduce", "decide", "gather", "vote", "save") and self.rng.random() < 0.5
-        return f"{phase}:{nth} of step {self.step}" if within else f"{phase} of step {self.step}"
+        if phase == "save":
+            step = -(-self.step // SAVES_EVERY) * SAVES_EVERY
+            return f"save:{self.rng.randint(1, 12)} of step {step}"
+        within = phase in ("agree", "reduce", "decide", "gather", "vote") and self.rng.random() < 0.5
+        return f"{phase}{':1' if within else ''} of step {self.step}"
 
     def come(self, program: Program) -> None:
         """Wait for a random moment: in the start, or around the end of an update."""

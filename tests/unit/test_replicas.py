@@ -68,6 +68,12 @@ def test_every_single_bit_counts(numel: int, where: int, bit: int) -> None:
     assert digest(tensor) != before
 
 
+def test_a_device_sums_as_the_processor_does() -> None:
+    rows = torch.randint(-(2**63), 2**63 - 1, (300, 16_384))
+    numbers = _numbers(torch.device("cpu"))
+    assert torch.equal(torch.cat(replicas._sums(rows, numbers)), torch.mv(rows, numbers))
+
+
 def test_places_and_signs_count() -> None:
     one, other = torch.zeros(65_536), torch.zeros(65_536)
     one[3], other[32_771] = 1.0, 1.0  # the same place in another chunk
