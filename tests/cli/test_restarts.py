@@ -42,50 +42,52 @@ def restarts(program: Program) -> list[str]:
     return [line for line in program.stdout.splitlines() if line.startswith("restart ")]
 
 
-def test_a_rank_that_is_killed_twice_costs_nothing_but_time(tmp_path: Path) -> None:
-    """Killed in its fourth window of each world: at steps 4 and 6 of 7, the checkpoints being of 1, 2, 4, 6."""
-    folders = [tmp_path / "straight", tmp_path / "killed"]
-    for folder, fault in zip(folders, ("", "kill"), strict=True):
-        folder.mkdir()
-        config = write_config(
-            folder,
-            recipe_args={"fault": fault, "at": 4},
-            train={"steps": 7, "max_grad_norm": 1.0},
-            optimizer={"name": "adamw"},
-            checkpoint={"every": 2, "keep": 9},
-            topology={"max_restarts": 2},
-        )
-        code, program = ended(shardrun("train", config), folder)
-        assert (code, program.stderr) == (0, "")
+def seven_steps(folder: Path, at: int | None, **topology: int) -> Path:
+    """A config whose rank 1 is killed in the window number `at` of each world."""
+    return write_config(
+        folder,
+        recipe_args={"fault": "" if at is None else "kill", "at": at or 0},
+        train={"steps": 7, "max_grad_norm": 1.0},
+        optimizer={"name": "adamw"},
+        checkpoint={"every": 2, "keep": 9},
+        topology=topology,
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that nobody kills."""
+    folder = tmp_path_factory.mktemp("straight")
+    code, program = ended(shardrun("train", seven_steps(folder, None)), folder)
+    assert (code, program.stderr) == (0, "")
+    return folder
+
+
+def test_a_rank_that_is_killed_twice_costs_nothing_but_time(tmp_path: Path, straight: Path) -> None:
+    """Killed at steps 4 and 6 of 7, the checkpoints being of 1, 2, 4 and 6."""
+    code, program = ended(shardrun("train", seven_steps(tmp_path, 4, max_restarts=2)), tmp_path)
+    assert (code, program.stderr) == (0, "")
     killed = "rank 1 killed by signal 9 (possibly out of memory) at step"
-    going_on = f"phase forward; going on from {folders[1]}/run/checkpoints/step-000000000"
+    going_on = f"phase forward; going on from {tmp_path}/run/checkpoints/step-000000000"
     assert restarts(program) == [f"restart 1 of 2: {killed} 4, {going_on}2", f"restart 2 of 2: {killed} 6, {going_on}4"]
-    assert re.findall(r"^step (\d)/7", program.stdout, re.MULTILINE) == list("1233455" + "67")
-    assert final_tensors(folders[1] / "run") == final_tensors(folders[0] / "run")
-    assert rows(folders[1]) == rows(folders[0])
-    assert [row["step"] for row in rows(folders[1]) if "loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+    assert re.findall(r"^step (\d)/7", program.stdout, re.MULTILINE) == ["1", "2", "3", "3", "4", "5", "5", "6", "7"]
+    assert final_tensors(tmp_path / "run") == final_tensors(straight / "run")
+    assert rows(tmp_path) == rows(straight)
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6, 7]
     for rank in (0, 1):
-        log = (folders[1] / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert [line for line in log if line.startswith("restart")] == restarts(program)
-    assert json.loads((folders[1] / "run" / "exit.json").read_text())["exit_code"] == 0
-    assert not list((folders[1]).glob("shardrun-*"))
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == 0
 
 
-def test_torchrun_restarts_ranks_that_go_on(tmp_path: Path) -> None:
+def test_torchrun_restarts_ranks_that_go_on(tmp_path: Path, straight: Path) -> None:
     """torch's elastic agent starts all ranks again, each of which goes on from the last checkpoint."""
-    folders = [tmp_path / "straight", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    options: dict[str, Any] = {"train": {"steps": 5}, "checkpoint": {"every": 2}}
-    config = write_config(folders[0], **options)
-    assert ended(shardrun("train", config), folders[0])[0] == 0
-    config = write_config(folders[1], **options, recipe_args={"fault": "kill", "at": 4})
     elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    code, program = ended([*elastic, "-m", "shardrun", "train", str(config)], folders[1])
+    code, program = ended([*elastic, "-m", "shardrun", "train", str(seven_steps(tmp_path, 6))], tmp_path)
     assert code == 0, program.stderr
-    assert re.findall(r"^resumed at step (\d)", program.stdout, re.MULTILINE) == ["2"]
-    assert final_tensors(folders[1] / "run") == final_tensors(folders[0] / "run")
-    assert rows(folders[1]) == rows(folders[0])
+    assert re.findall(r"^resumed at step (\d)", program.stdout, re.MULTILINE) == ["4"]
+    assert final_tensors(tmp_path / "run") == final_tensors(straight / "run")
+    assert rows(tmp_path) == rows(straight)
 
 
 def test_the_last_failure_counts_once_there_are_no_restarts_left(tmp_path: Path) -> None:
