@@ -94,6 +94,18 @@ def test_how_often_is_asked_and_what_is_not_due_goes_by(tmp_path: Path) -> None:
     assert "step 5 is not made, because l2 is not the same" in frozen.errors[0]
 
 
+def test_what_changes_while_it_is_written_is_not_gone_on_from(tmp_path: Path) -> None:
+    """The ranks have agreed on the digest by then, and the hash of the file is that of what was written."""
+    stopped = run(tmp_path, 2, fault=f"lie rank 0 about parameter {SECOND} at save:8 of step 2", stop_at=2)
+    assert stopped.codes == [75, 75]
+    again = run(tmp_path, 2)
+    assert again.codes == [3, 3]
+    assert "checkpoint step-0000000002 does not fit: its parameters (sha256 " in again.errors[0]
+    assert "are not those that the ranks agreed on when it was saved" in again.errors[0]
+    older = run(tmp_path, 2, resume_from=str(stopped.checkpoint(1)))
+    assert older.codes == [0, 0]
+
+
 def test_the_screen_names_tensor_ranks_and_the_last_good_checkpoint(tmp_path: Path) -> None:
     config = write_config(tmp_path, checkpoint={"every": 1}, topology={"world_size": 3}, train={"global_batch_size": 6})
     fault = "lie rank 1 about parameter linear.bias at save of step 3"
