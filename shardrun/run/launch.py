@@ -1,6 +1,7 @@
 """Runs a job to its end: on one host or together with others, in one world or, after failures, in several.
 
-No torch here. What happens within a world is in `one_world`, how several hosts come together in `gathering`.
+No torch here. What happens within a world is in `one_world`, how several hosts come together in `reception` and
+`joining`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from shardrun.checkpoint.store import newest
 from shardrun.errors import LaunchError
 from shardrun.run.council import Council, wait_for_go
 from shardrun.run.feeds import Screen
-from shardrun.run.gathering import Party, Reception, join, listening
+from shardrun.run.gathering import Party, listening
+from shardrun.run.joining import join
 from shardrun.run.link import Link
 from shardrun.run.one_world import OneWorld, Wishes
 from shardrun.run.outcome import Outcome, cut_short
+from shardrun.run.reception import Reception
 from shardrun.run.restarts import announcement
 from shardrun.run.tether import STOP_SIGNALS
 from shardrun.run.worker_process import Job, Place, store_socket

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from shardrun.errors import LaunchError, ShardrunError, UsageError
-from shardrun.run import gathering
-from shardrun.run.gathering import Party, Reception, differences, join, listening
+from shardrun.run import joining, reception
+from shardrun.run.gathering import Party, differences, listening
 from shardrun.run.hosts import Hosts, hosts_of, split_address
+from shardrun.run.joining import join
 from shardrun.run.link import Link
+from shardrun.run.reception import Reception
 from shardrun.run.wire import Message, Wire
 from tests.hosts.network import free_port
 
@@ -180,7 +182,7 @@ def test_a_number_is_given_once(hall_of: Callable[..., Hall]) -> None:
 def test_a_folder_that_is_not_shared_is_refused_by_all(
     hall_of: Callable[..., Hall], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "_FOLDER_S", 0.5)
+    monkeypatch.setattr(joining, "FOLDER_S", 0.5)
     hall = hall_of(nnodes=3)
     (tmp_path / "other").mkdir()
     futures = [hall.host(), hall.guest(1), hall.guest(2, run_dir=tmp_path / "other")]
@@ -190,7 +192,7 @@ def test_a_folder_that_is_not_shared_is_refused_by_all(
 
 
 def test_those_who_do_not_come_are_named(hall_of: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr(reception, "TOLD_AFTER_S", 0.1)
     hall = hall_of(nnodes=3, wait_s=3.0)
     one, lead = hall.guest(1, wait_s=30.0), hall.host()
     refused(lead, LaunchError, "node 2 of 3 did not come to 127.0.0.1:")
