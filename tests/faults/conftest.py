@@ -29,7 +29,7 @@ _OUTCOME_HEADER = [
     "fault",
     "what all ranks that live hold",
     "runs",
-    "ended after s (median / most)",
+    "ended after ms (median / most)",
     "strategy and world size",
 ]
 _SEED = 4
@@ -94,9 +94,13 @@ def _outcome_rows(outcomes: Mapping[tuple[str, str], Sequence[tuple[str, float]]
             fault,
             outcome,
             str(len(runs)),
-            f"{median(times):.2f} / {max(times):.2f}",
+            f"{_milliseconds(median(times))} / {_milliseconds(max(times))}",
             _worlds({world for world, _ in runs}),
         ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}" if seconds >= 0.01 else f"{1000 * seconds:.2f}"
 
 
 def _worlds(names: set[str]) -> str:

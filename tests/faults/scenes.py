@@ -72,6 +72,7 @@ def suffer(comm: sr.Communicator, strategy: str, text: str, stay_s: float = 0.0)
 def suffer_act(comm: sr.Communicator, strategy: str, victim: int, phase: str, act: Act) -> Told:
     """The same with `act` on rank `victim` when `phase` begins. SIGTERM raises SystemExit."""
     signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
     subject, twin = _prepare(comm, strategy)
     before = subject.look()
 

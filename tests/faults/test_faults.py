@@ -120,6 +120,9 @@ def test_a_killed_rank_leaves_the_others_at_a_whole_step(
     if where.endswith(("collect", "agree", "agree:1", "reduce", "reduce:1")):
         assert all(told.gradients_kept for told in survivors), "the failure fell in phases 1 to 6 for everybody"
     ended(fault, f"{strategy} {world_size}", outcome, max(told.seconds for told in survivors))
+    if closed := [told.later_s for told in survivors if told.kind]:
+        after = "10 any call after a failure"
+        ended(after, f"{strategy} {world_size}", "the first cause again, no socket is left", max(closed))
 
 
 @in_the_main_ones
