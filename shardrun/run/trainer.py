@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from shardrun.checkpoint.commit import Saved
 from shardrun.checkpoint.store import CHECKPOINTS
 from shardrun.data.order import Window, windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
@@ -21,7 +16,7 @@ from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, Sto
 from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
 from shardrun.run.forward import Tally, loss_of, sum_over_ranks
-from shardrun.run.metrics import MetricsFile, plain
+from shardrun.run.journal import Journal
 from shardrun.run.optimizer import mean_step
 from shardrun.run.progress import Progress
 from shardrun.run.replicas import compare_replicas
@@ -53,8 +48,7 @@ class Trainer:
     plan: Plan
     progress: Progress
     lineage: Lineage
-    metrics: MetricsFile | None = None
-    """Rank 0's, once there is something to write."""
+    journal: Journal
     current_step: int = 0
     """The window under way or just done, for the status."""
     witness: Witness | None = None
@@ -65,7 +59,6 @@ class Trainer:
     _hurried: bool = False
     """Whether it was asked from outside, by somebody who waits for the save."""
     _skipped_in_a_row: int = 0
-    _warned: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Train to the end, or until somebody asks to stop: then save and raise StoppedAfterSave.
@@ -81,7 +74,13 @@ class Trainer:
             tally = self._accumulate(window, share)
             self._check_replicas()
             row = self._update(window, tally)
-            self._log(row, time.monotonic() - began)
+            self.journal.window(
+                row,
+                time.monotonic() - began,
+                built.comm.device,
+                shown=self._due(built.config.log.every) or row["step"] == 1 or self.finished,
+                total_steps=self.total_steps,
+            )
             self._after_window()
             if self.finished:
                 break
@@ -115,7 +114,9 @@ class Trainer:
             tally.add(loss_sum, weight)
             built.comm.enter("data")
         if window.dropped:
-            self._note(f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)")
+            self.journal.note(
+                f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)"
+            )
         return tally
 
     def _check_replicas(self) -> None:
@@ -145,7 +146,7 @@ class Trainer:
             else:
                 progress.updates += 1
             for path in result.absent:
-                self._note(f"{path} has no gradient on any rank: left alone as long as that is so")
+                self.journal.note(f"{path} has no gradient on any rank: left alone as long as that is so")
         except EmptyWindowError:
             skipped = "empty"
             progress.skipped_empty += 1
@@ -157,7 +158,7 @@ class Trainer:
             skipped = "nonfinite"
             progress.skipped_nonfinite += 1
             built.sharded.discard_gradients()
-            self._note(f"window {progress.step + 1} is skipped: {error}", once=False)
+            self.journal.note(f"window {progress.step + 1} is skipped: {error}", once=False)
         else:
             self._skipped_in_a_row = 0
         progress.step += 1
@@ -231,8 +232,7 @@ class Trainer:
         """Do the validation that a hurried stop left out after the window that the run goes on from; collective."""
         if not self._due(self.built.config.eval.every) or self.progress.step == 0:
             return
-        owed = self.metrics is not None and self.metrics.lacks_validation
-        if self.built.comm.agree("owed validation", owed)[0]:
+        if self.built.comm.agree("owed validation", self.journal.lacks_validation)[0]:
             self._evaluate(may_leave=True)
             if self._stopping:
                 self._leave()
@@ -250,10 +250,7 @@ class Trainer:
         if self.built.recipe.metrics is not None:
             with training_aside(self.built.model):
                 row |= self.built.recipe.metrics(found.loss, found.tokens)
-        self._write(row)
-        if self.metrics is not None:
-            figures = {"loss": found.loss, "tokens": found.tokens, "bits_per_byte": found.bits_per_byte}
-            self.tether.send("eval", step=self.progress.step, **plain(figures))
+        self.journal.validation(row, {"loss": found.loss, "tokens": found.tokens, "bits_per_byte": found.bits_per_byte})
 
     def _save(self) -> None:
         if not self.plan.saves or self._saved_step == self.progress.step:
@@ -261,31 +258,10 @@ class Trainer:
         self.built.comm.enter("save")
         compare_replicas(self.built.comm, self.built.model, f"step {self.progress.step} is not saved")
         with self.built.comm.timeout(self.built.config.topology.save_timeout_s):
-            saved: Saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
+            saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
         self._saved_step = self.progress.step
-        if self.metrics is not None:
-            self.metrics.saved()
         self.built.comm.enter("between steps")
-        for note in saved.notes:
-            self._note(note, once=False)
-        if self.metrics is not None:
-            self.tether.send(
-                "checkpoint", step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=saved.seconds
-            )
-
-    def _log(self, row: dict[str, Any], seconds: float) -> None:
-        if self.metrics is None:
-            return
-        tokens_per_s = row["tokens"] / seconds
-        self._write({**row, "seconds": round(seconds, 4), "tokens_per_s": round(tokens_per_s, 1)})
-        if self._due(self.built.config.log.every) or row["step"] == 1 or self.finished:
-            self.tether.send(
-                "step",
-                **plain(row),
-                total_steps=self.total_steps,
-                tokens_per_s=tokens_per_s,
-                memory_mb=_peak_memory_mb(self.built.comm.device),
-            )
+        self.journal.saved(saved)
 
     @property
     def total_steps(self) -> int | None:
@@ -294,19 +270,3 @@ class Trainer:
         if train.epochs is None:
             return train.steps
         return train.epochs * windows_per_epoch(self.built.loader.samples, train.global_batch_size, data.drop_last)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.metrics is not None and (warning := self.metrics.write(row)):
-            self.tether.send("warning", text=warning)
-
-    def _note(self, text: str, *, once: bool = True) -> None:
-        if self.metrics is not None and not (once and text in self._warned):
-            self._warned.add(text)
-            self.tether.send("note", text=text)
-
-
-def _peak_memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -16,6 +16,7 @@ from shardrun.run.build import Built, build, open_communicator
 from shardrun.run.curve import PICTURE, write_curve
 from shardrun.run.failure import Seen, follows
 from shardrun.run.fault_plan import install_faults
+from shardrun.run.journal import Journal
 from shardrun.run.metrics import MetricsFile
 from shardrun.run.model import distinct_parameters
 from shardrun.run.report_tables import start_tables
@@ -59,8 +60,8 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
         raise
     finally:
         comm.close()  # frees peers that wait for this rank
-        if trainer is not None and trainer.metrics is not None:
-            trainer.metrics.close()
+        if trainer is not None:
+            trainer.journal.close()
     return 0
 
 
@@ -95,9 +96,10 @@ def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
         end_at=None if witness is None else witness.plan.end,
         saves=options.get("saves", True),
     )
-    trainer = Trainer(built, tether, plan, progress, lineage, witness=witness)
+    trainer = Trainer(built, tether, plan, progress, lineage, Journal(tether), witness=witness)
     if built.comm.rank == 0 and not trainer.finished:  # a finished run is left exactly as it is
-        trainer.metrics = MetricsFile(run_dir, progress.step, later=_later_checkpoint(run_dir, progress.step))
+        metrics = MetricsFile(run_dir, progress.step, later=_later_checkpoint(run_dir, progress.step))
+        trainer.journal = Journal(tether, metrics)
     return trainer
 
 
