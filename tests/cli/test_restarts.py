@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from shardrun.checkpoint.store import newest
-from shardrun.errors import CallMismatch, CheckpointError, CommunicatorError, NonFiniteError, ShardrunError, StepFailed
+from shardrun.errors import (
+    CallMismatch,
+    CheckpointError,
+    CommunicatorError,
+    DivergenceError,
+    NonFiniteError,
+    ShardrunError,
+    StepFailed,
+)
 from shardrun.run.failure import describe
 from shardrun.run.metrics import read_rows
 from shardrun.run.outcome import RankEnd, judge, lost_end
@@ -197,6 +205,7 @@ def end(rank: int, error: Exception | None = None, code: int = 1) -> RankEnd:
         ([end(0, ShardrunError("no update was made"))], False),
         ([end(0, CheckpointError("damaged"))], False),
         ([end(0, NonFiniteError("NaN"))], False),
+        ([end(0, DivergenceError("w is not the same on all ranks"))], False),
         ([end(0, code=-9), lost_end(1, "node 1 (b)", "it closed the connection")], False),
     ],
 )
