@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = README.read_text()
-NOT_OURS = {"--nproc-per-node", "--pid"}  # options of torchrun and py-spy
+NOT_OURS = {"--nproc-per-node", "--pid", "--max-restarts", "--ntasks-per-node"}  # options of torchrun and py-spy
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
