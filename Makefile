@@ -57,7 +57,8 @@ cases: AND := tests/gpu
 
 # Everything of which `make test` runs a sample, and the cost of being fail-closed.
 long: setup
-	$(PY) -m pytest -q tests/faults --long
+	SHARDRUN_LONG=1 $(PY) -m pytest -q tests/ranks tests/cli tests/hosts
+	SHARDRUN_LONG=1 $(PY) -m pytest -q tests/faults --long
 	$(PY) -m tests.faults.cost
 
 # A hundred random ends of a small run, each gone on from: CYCLES, SEED.

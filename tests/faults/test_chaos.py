@@ -15,6 +15,8 @@ from tests.faults.chaos import HEADER, VARIANTS, Chaos, Report, differences
 from tests.faults.conftest import Tell
 from tests.faults.deeds import DEEDS, Deed, Moment
 
+pytestmark = pytest.mark.sample(1)
+
 CYCLES, SEED, STEPS = 3, 3, 12
 
 

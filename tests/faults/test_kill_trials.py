@@ -14,6 +14,8 @@ from tests.faults.subjects import SAFE, UNSAFE
 from tests.faults.trials import TIMEOUT_S, WANTED, run_trials
 from tests.faults.verdict import HEADER, Trial, phase_counts, row
 
+pytestmark = pytest.mark.sample(3)
+
 _TITLE = f"one of 3 ranks killed, the timeout is {TIMEOUT_S:.0f} s"
 _SAMPLE, _LONG = 6, 100
 _UNSAFE_SAMPLE, _UNSAFE_LONG = 4, 40

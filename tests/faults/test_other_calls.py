@@ -16,6 +16,8 @@ from tests.faults.conftest import Outcomes
 from tests.support.ranks import run_ranks
 from tests.support.sessions import told
 
+pytestmark = pytest.mark.sample(1)
+
 _zeros = torch.zeros
 
 _CALLS: dict[str, Callable[[sr.Communicator], object]] = {

@@ -20,6 +20,8 @@ from tests.support.rank_process import mark
 from tests.support.ranks import start_ranks
 from tests.support.sessions import make_zero2, photograph
 
+pytestmark = pytest.mark.sample(3)
+
 _VICTIM = 1
 
 

@@ -21,6 +21,8 @@ from shardrun.errors import CommunicatorError, ConfigError, LaunchError, Shardru
 from tests.support.rank_process import Seat, mark
 from tests.support.ranks import Outcome, start_ranks
 
+pytestmark = pytest.mark.sample(6)
+
 
 def _free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as probe:

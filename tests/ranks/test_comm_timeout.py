@@ -20,6 +20,8 @@ from tests.support.rank_process import Seat, mark
 from tests.support.ranks import Outcome, start_ranks
 from tests.support.sessions import make_zero2
 
+pytestmark = pytest.mark.sample(3)
+
 _TIMEOUT_S = 1.0
 _SLEEPER = 1
 

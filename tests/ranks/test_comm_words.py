@@ -20,6 +20,8 @@ from tests.support.rank_process import Seat, mark
 from tests.support.ranks import start_ranks
 from tests.support.sessions import make_zero2
 
+pytestmark = pytest.mark.sample(2)
+
 
 def _free_port() -> int:
     with socket.socket() as probe:

@@ -15,6 +15,8 @@ from shardrun.run.verify import Verification
 from tests.support.training import RECIPES, Trained, document, train, trained
 from tests.support.verifying import Silent, forked, verify_config
 
+pytestmark = pytest.mark.sample(8)
+
 OWN = str(RECIPES / "own_optimizer.py")
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 0.003}}
 ROWS = {"factory": "Rows", "kind": "matrix", "lr": 0.01, "takes": "matrices"}

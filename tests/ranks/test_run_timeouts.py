@@ -14,6 +14,8 @@ from tests.support.rank_process import Seat
 from tests.support.ranks import run_ranks
 from tests.support.training import RECIPES, Trained, document, train
 
+pytestmark = pytest.mark.sample(2)
+
 NET = str(RECIPES / "train_two_layers.py")
 SHORT_S, LATE_S = 1.5, 3.0
 

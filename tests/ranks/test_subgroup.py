@@ -22,6 +22,8 @@ from tests.support.rank_process import mark
 from tests.support.ranks import Outcome, run_ranks, start_ranks
 from tests.support.sessions import same_bits, told
 
+pytestmark = pytest.mark.sample(14)
+
 
 def _subgroup(comm: sr.Communicator, *ranks: int) -> sr.Communicator:
     """The subgroup of `ranks`, on one of its members."""

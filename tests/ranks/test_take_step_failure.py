@@ -25,6 +25,8 @@ from tests.support.rank_process import Seat, open_communicator
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.sessions import Photograph, make_zero2, photograph, told
 
+pytestmark = pytest.mark.sample(6)
+
 _VICTIM = 1
 _KEEP_GRADIENTS = {"collect", "agree", "reduce", "normalise", "decide", "propose"}
 
