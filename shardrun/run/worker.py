@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,13 +141,3 @@ def _forward_warnings(tether: Tether) -> None:
         tether.send("warning", text=f"{category.__name__}: {message} ({filename}:{lineno})")
 
     warnings.showwarning = show  # type: ignore[assignment]
-
-
-def main() -> int:
-    """Entry of a process that shardrun's launcher started."""
-    tether = Tether.from_env()
-    return tether.run(lambda tied: run_worker(tied.job(), tied))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -36,7 +36,7 @@ class Job:
     allow_non_loopback: bool = False
     max_restarts: int = 0
     later: Mapping[str, Any] | None = None
-    command: tuple[str, ...] = field(default=(sys.executable, "-m", "shardrun.run.worker"))
+    command: tuple[str, ...] = field(default=(sys.executable, "-m", "shardrun.run.worker_main"))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 
 from shardrun.checkpoint.store import scan
 from shardrun.run import status
-from tests.support.launching import Program, final_tensors, shardrun, started, until, write_config
+from tests.support.launching import ROOT, Program, final_tensors, shardrun, started, until, write_config
 
 pytestmark = pytest.mark.sample(2)
 
@@ -167,3 +167,35 @@ __main__.main()
     with started([sys.executable, "-c", script], tmp_path) as program:
         assert program.wait(30) == 130
     assert program.stderr == "interrupted\n"
+
+
+# ---- while workers start ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which loading torch takes a minute and says when it begins."""
+    folder = tmp_path / "slow"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("import time\nprint('loading torch', flush=True)\ntime.sleep(60)\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+def test_no_worker_that_still_loads_torch_outlives_the_command(tmp_path: Path, slow_torch: dict[str, str]) -> None:
+    with started(shardrun("train", write_config(tmp_path)), tmp_path, slow_torch) as program:
+        until(lambda: program.stdout.count("loading torch") == 2, 60, "no worker loads torch")
+        program.signal(signal.SIGKILL)
+        program.wait()
+        assert program.left(5) == {}
+
+
+def test_a_second_ctrl_c_ends_workers_that_still_load_torch(tmp_path: Path, slow_torch: dict[str, str]) -> None:
+    with started(shardrun("train", write_config(tmp_path)), tmp_path, slow_torch) as program:
+        until(lambda: program.stdout.count("loading torch") == 2, 60, "no worker loads torch")
+        program.signal(signal.SIGINT)
+        program.until("finishing the step")
+        time.sleep(0.3)
+        program.signal(signal.SIGINT)
+        assert program.wait(20) == 130
+        assert program.left(0.5) == {}
+    assert program.stderr.splitlines()[0] == "interrupted, nothing saved"
