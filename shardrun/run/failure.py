@@ -68,7 +68,7 @@ class Failure:
     code: int | None
     time: float
     agreed: bool = False
-    """Whether all ranks raised it alike."""
+    """Whether all ranks, of which there are others, raised it alike."""
     out_of_memory: bool = False
     seen: Seen | None = None
 
@@ -81,7 +81,7 @@ class Failure:
         return Failure(**{**document, "frames": tuple(document["frames"]), "seen": seen})
 
 
-def describe(error: BaseException, rank: int, status: Status, seen: Seen | None = None) -> Failure:
+def describe(error: BaseException, rank: int, status: Status, seen: Seen | None = None, world_size: int = 1) -> Failure:
     """The failure that `error` means on `rank`; `seen`: what its communicator knows, if that has failed."""
     cause = _true_cause(error, rank)
     frames = _frames(cause)
@@ -105,7 +105,7 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
         expected=isinstance(cause, ShardrunError),
         code=_left_with(cause),
         time=time.time(),
-        agreed=isinstance(cause, ShardrunError) and cause.agreed,
+        agreed=world_size > 1 and isinstance(cause, ShardrunError) and cause.agreed,
         out_of_memory=any(_is_out_of_memory(link) for link in _chain(error)),
         seen=seen,
     )

@@ -148,7 +148,7 @@ def _absent_reason(found: Failure, absent: Sequence[int]) -> str:
 def tells(end: RankEnd) -> bool:
     """Whether a failed rank that ends alone says how the run ended: the cause does, or if it cannot the first left."""
     if not end.follows:
-        return True
+        return end.failure is None or not end.failure.agreed or end.rank == 0
     missing = _missed(end)
     assert end.failure is not None
     at_fault = end.failure.seen is not None and end.failure.seen.culprit is not None
@@ -171,7 +171,7 @@ def _reason(culprit: RankEnd, ends: Sequence[RankEnd], total_steps: int | None) 
         return f"{who} left {_of(status, total_steps)} with code {failure.code}{text}"
     if culprit.follows and (failure is None or any(culprit.rank in _missed(end) for end in ends)):
         return _missing(culprit, ends)
-    if failure is not None and failure.agreed and len(ends) > 1:
+    if failure is not None and failure.agreed:
         return f"all ranks stopped {place}"
     if failure is not None:
         return f"{who} ran out of memory {place}; {_LESS_MEMORY}" if failure.out_of_memory else f"{who} failed {place}"

@@ -133,7 +133,7 @@ class Tether:
 
     def write_error(self, error: BaseException) -> Failure:
         """Write what `error` means, with the step and phase of this worker's status, for the launcher to show."""
-        self.failure = failure.describe(error, self.rank, self.status.status, self.seen)
+        self.failure = failure.describe(error, self.rank, self.status.status, self.seen, self.world_size)
         if self._error_path is not None:
             failure.write(self.failure, self._error_path)
         return self.failure

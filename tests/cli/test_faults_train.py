@@ -216,6 +216,7 @@ def test_a_fault_is_not_repeated_in_the_worlds_that_follow(tmp_path: Path) -> No
             "0 ended",
         ),
         ("fail rank 1 at reduce:1 of step 3", "rank 1 failed at step 3, phase reduce"),
+        ("lie rank 1 about parameter at save of step 3", "all ranks stopped at step 3, phase save"),
     ],
 )
 def test_ranks_of_torchrun_show_one_screen(tmp_path: Path, fault: str, said: str) -> None:
@@ -227,7 +228,8 @@ def test_ranks_of_torchrun_show_one_screen(tmp_path: Path, fault: str, said: str
     assert len(shown) == 1, program.stderr
     assert program.stderr.count("last checkpoint: ") == 1
     document = json.loads((tmp_path / "torchrun" / "run" / "exit.json").read_text())
-    assert (document["rank"], document["step"], document["reason"]) == (1, 3, shown[0])
+    assert (document["exit_code"], document["step"], document["reason"]) == (1, 3, shown[0])
+    assert document["rank"] == (0 if "all ranks" in said else 1)
     found = newest(tmp_path / "torchrun" / "run")
     assert found is not None
     assert (found.step, found.complete) == (2, True)

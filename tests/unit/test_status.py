@@ -22,6 +22,7 @@ from shardrun.errors import (
     StepFailed,
     StepRefused,
     StoppedAfterSave,
+    by_all,
 )
 from shardrun.run import failure, kernel, status
 from shardrun.run.failure import Failure, Seen, describe
@@ -355,6 +356,19 @@ def test_of_ranks_that_end_alone_one_tells() -> None:
     assert not tells(seen_end(0, error, at_fault))
     assert tells(seen_end(2, error, Seen("failed", 6, 0.1)))
     assert tells(end(2, 1, error=ValueError("bad label 7")))
+    joint = [replace(end(rank, 1), failure=agreed(rank)) for rank in range(3)]
+    assert [tells(one) for one in joint] == [True, False, False]
+
+
+def agreed(rank: int, world_size: int = 3) -> Failure:
+    return describe(by_all(ShardrunError("w differs")), rank, Status(2, "save", 7), None, world_size)
+
+
+def test_what_all_ranks_raise_alike_is_not_put_down_to_one() -> None:
+    ends = [replace(end(rank, 1), failure=agreed(rank)) for rank in range(3)]
+    assert judged(*ends) == (1, "all ranks stopped at step 2, phase forward")
+    alone = replace(end(0, 1), failure=agreed(0, world_size=1))
+    assert judged(alone) == (1, "rank 0 failed at step 2, phase forward")
 
 
 def test_interruptions_have_their_own_code() -> None:
