@@ -46,7 +46,7 @@ def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> No
     raise by_all(
         DivergenceError(
             f"{prevented}, because {first}{more} is not the same on all ranks: "
-            f"{_sides([held.get(first, 'none') for held in every])}. Nothing was saved since; look for faulty memory, "
+            f"{_sides([held.get(first, 'none') for held in every])}. Nothing of it is saved; look for faulty memory, "
             "and for a recipe that writes to parameters on its own"
         )
     )

@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_found_before_it_is_saved(tmp_path: Path, place: str, p
     done = run(tmp_path, 2, strategy, fault=f"lie rank 1 about parameter {path} at {place}")
     told = (
         f"DivergenceError: step 1 is not saved, because {path} is not the same on all ranks: rank 0 and rank 1 differ, "
-        "and nobody can say who is right. Nothing was saved since"
+        "and nobody can say who is right. Nothing of it is saved"
     )
     assert done.codes == [1, 1]
     assert all(error.startswith(told) for error in done.errors), done.errors
@@ -114,7 +114,7 @@ def test_the_screen_names_tensor_ranks_and_the_last_good_checkpoint(tmp_path: Pa
     assert program.stderr.splitlines()[:3] == [
         "all ranks stopped at step 3, phase save",
         "  step 3 is not saved, because linear.bias is not the same on all ranks: rank 1 differs from ranks 0,2, who "
-        "agree. Nothing was saved since; look for faulty memory, and for a recipe that writes to parameters on its own",
+        "agree. Nothing of it is saved; look for faulty memory, and for a recipe that writes to parameters on its own",
         program.stderr.splitlines()[2],
     ]
     assert re.search(r"^ranks \d, \d: the same error$", program.stderr, re.MULTILINE)
