@@ -88,18 +88,29 @@ class CallMismatch(CommunicatorError, ValueError):
 class StepFailed(ShardrunError, RuntimeError):
     """A step failed underway. No parameter and no optimizer state has changed on this rank, unless `phase` is "commit".
 
-    `gradients_kept` tells whether the pending gradients are still bit-identical; without that they were dropped.
+    `culprit` is the rank of the world that failed by a fault of its own, or the only one that is missing; None if that
+    is not known. `gradients_kept` tells whether the pending gradients are still bit-identical; else they were dropped.
     `in_doubt` is True when the failure fell inside the final vote, so that another rank may be one whole step ahead, or
     into the commit after it, which nothing but a fault of the machine should do: then this rank's state is torn, and
     the session refuses to step or to give a record.
     """
 
-    def __init__(self, message: str, *, step: int, phase: str, gradients_kept: bool, in_doubt: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int,
+        phase: str,
+        gradients_kept: bool,
+        in_doubt: bool = False,
+        culprit: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.step = step
         self.phase = phase
         self.gradients_kept = gradients_kept
         self.in_doubt = in_doubt
+        self.culprit = culprit
 
 
 class DivergenceError(ShardrunError):

@@ -1,8 +1,10 @@
 """torch.optim over slices: proposed on scratch copies first, then run in place on the very same gradient.
 
-[Note: propose and commit] A full shadow of the state would cost parameter-sized memory at two ranks. Instead the
-kernel runs twice: on scratch copies of cache-sized chunks, where only the new parameter slice is kept, and at commit in
-place on the live slices with the same reduced gradient. Chunks are cut at multiples of 256: the same bits both times.
+[Note: propose and commit] A full shadow of the state, or of the new slice, would cost parameter-sized memory at two
+ranks. Instead the kernel runs twice: on scratch copies of cache-sized chunks, from which only the new parameter slice
+is taken, and at commit in place on the live slices with the same reduced gradient. Chunks are cut at multiples of 256:
+the same bits both times. The new slice goes to the memory of the pending gradients, which a failure must find whole as
+long as anything else can go wrong: `propose` tries the kernel on one chunk of each param group, `stage` runs all.
 
 What the commit allocates: nothing that stays. A first update that makes state is not run again, its results are linked.
 A fused kernel needs no memory. One that is not fused takes temporaries of one leaf (at most a chunk) and frees them
@@ -128,37 +130,48 @@ class SliceOptimizer(GroupedOptimizer):
     # ---- the step ----------------------------------------------------------------------------------------------
 
     def propose(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
-        """Write the new slices to every bucket's `proposed`. Parameters, masters and state are only read.
+        """Run what the commit cannot run again, and of the rest one pass of each param group; see `Stepper`.
 
-        A world of one has no `proposed` and proposes what the commit cannot run again: see [Note: propose and commit].
+        See [Note: propose and commit]. A world of one has nothing to stage and tries nothing.
         """
         self._require_same_state()
-        first = any(present[piece.path] and self._is_fresh(piece) for piece in self._all_pieces)
-        if self._alone and not (first or self._keeps_all):
+        fresh = {piece.path for piece in self._all_pieces if present[piece.path] and self._is_fresh(piece)}
+        if self._alone and not (fresh or self._keeps_all):
             return
-        if self._passes is None or first:
+        if self._passes is None or fresh:
             self._passes = self._plan()
+        tried: set[int] = set()
         for one in self._passes:
             one.optimizer.param_groups[one.group].update(self._live_options(one.group), lr=rates[one.group])
-            torch._foreach_copy_(one.target, one.source)
-            if self._keeps_all:
-                self._restore_states(one)
-            fresh = [present[piece.path] and self._is_fresh(piece) for piece in one.pieces]
-            stepped = [present[piece.path] for piece in one.pieces]
-            # Fused SGD takes no mixture of leaves with and without a momentum buffer.
-            one.run([taken and not new for taken, new in zip(stepped, fresh, strict=True)])
-            one.run(fresh)
-            self._keep(one, stepped if self._keeps_all else fresh)
-            if not self._alone:
-                proposed = [piece.proposed for piece in one.pieces if piece.proposed is not None]
-                torch._foreach_copy_(proposed, one.leaves)
+            kept = [self._keeps_all or piece.path in fresh for piece in one.pieces]
+            if any(kept) or (one.group not in tried and not self._alone):
+                tried.add(one.group)
+                self._load(one)
+                stepped = [present[piece.path] for piece in one.pieces]
+                # Fused SGD takes no mixture of leaves with and without a momentum buffer.
+                one.run([taken and piece.path not in fresh for taken, piece in zip(stepped, one.pieces, strict=True)])
+                one.run([piece.path in fresh for piece in one.pieces])
+                self._keep(one, [taken and keep for taken, keep in zip(stepped, kept, strict=True)])
+
+    def stage(self, present: Mapping[str, bool]) -> None:
+        """Write the new slices to every piece's `proposed`; see `Stepper`. Not called in a world of one."""
+        for one in self._passes or ():
+            self._load(one)
+            kept = [piece.kept if present[piece.path] else None for piece in one.pieces]
+            one.run([present[piece.path] and held is None for piece, held in zip(one.pieces, kept, strict=True)])
+            new = [leaf if held is None else held.leaf for leaf, held in zip(one.leaves, kept, strict=True)]
+            torch._foreach_copy_([piece.proposed for piece in one.pieces if piece.proposed is not None], new)
 
     def _is_fresh(self, piece: Piece) -> bool:
         """Whether torch has yet to make the state of the piece in its first update."""
         return not piece.spec.eager and not self.optimizer.state[piece.leaf]
 
-    def _restore_states(self, one: Pass) -> None:
-        """A user's code may have put other tensors into the scratch state; numbers are not copied with the tensors."""
+    def _load(self, one: Pass) -> None:
+        """Leaves and state as they are live, into the scratch of a pass."""
+        torch._foreach_copy_(one.target, one.source)
+        if not self._keeps_all:
+            return
+        # A user's code may have put other tensors into the scratch state; numbers are not copied with the tensors.
         for piece, leaf, state in zip(one.pieces, one.leaves, one.states, strict=True):
             one.optimizer.state.pop(leaf, None)
             if live := self.optimizer.state[piece.leaf]:

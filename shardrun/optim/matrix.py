@@ -32,7 +32,7 @@ class WholeTensor:
     grad: Tensor
     """The reduced gradient in the leaf's dtype; read only."""
     proposed: Tensor | None
-    """In the parameter's dtype: where the proposal goes; None if nobody needs it before the commit."""
+    """In the parameter's dtype: where `stage` writes; None if nobody needs it before the commit."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class TensorOptimizer(GroupedOptimizer):
     # ---- the step ----------------------------------------------------------------------------------------------
 
     def propose(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
-        """Step the shadow and write every `proposed`; live leaves and state are only read. See `Stepper`."""
+        """Step the shadow; live leaves and state are only read. See `Stepper`."""
         self._require_same_state()
         self._source, self._target = [], []
         for group, rate in enumerate(rates):
@@ -125,6 +125,9 @@ class TensorOptimizer(GroupedOptimizer):
         self._run([shadow for shadow in stepped if not self._live(shadow)])
         for shadow in stepped:
             self._take(shadow)
+
+    def stage(self, present: Mapping[str, bool]) -> None:
+        """Write every `proposed` from the shadow, absent ones as they are. See `Stepper`."""
         for shadow in self._shadows:
             if shadow.tensor.proposed is not None:
                 shadow.tensor.proposed.copy_(shadow.leaf)

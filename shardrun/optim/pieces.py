@@ -26,7 +26,7 @@ class SliceTensors:
     grad: Tensor
     """(n,) the reduced gradient in the leaf's dtype."""
     proposed: Tensor | None
-    """(n,) in the parameter's dtype: where the proposal goes; None in a world of one, which proposes nothing."""
+    """(n,) in the parameter's dtype: where `stage` writes; None in a world of one, which stages nothing."""
     fragments: tuple[Fragment, ...]
 
 

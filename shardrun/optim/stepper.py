@@ -43,10 +43,16 @@ class Stepper(Protocol):
         """
 
     def propose(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
-        """Compute the step and write every leaf's `proposed`; leaves and live state are only read.
+        """Compute the step, or what shows that it can be computed; leaves and live state are only read.
 
         `present[path]` False: the gradient is absent, so no update, no decay, no step count. A proposal that is not
         committed leaves no trace, and may be made again. Raises whatever the optimizer raises.
+        """
+
+    def stage(self, present: Mapping[str, bool]) -> None:
+        """Write what was proposed to every leaf's `proposed`, absent ones as they are; called where there are any.
+
+        `proposed` may lie on the memory of pending gradients, so these are gone from here on, but not the `grad`s.
         """
 
     def commit(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:

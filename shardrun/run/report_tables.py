@@ -96,7 +96,7 @@ def _memory(built: Built) -> Table:
     sharded = built.sharded
     weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in built.model.parameters()}.values())
     gradient = sharded.gradient_nbytes
-    own = [weights, gradient["pending"], gradient["reduced"] + gradient["proposed"], sharded.state_nbytes]
+    own = [weights, gradient["pending"], gradient["reduced"] + gradient.get("proposed", 0), sharded.state_nbytes]
     rows = [
         [f"rank {rank}", *(f"{count:,}" for count in counts)]
         for rank, counts in enumerate(built.comm.agree("bytes per rank", own))

@@ -27,6 +27,8 @@ class FlatBucket:
     """(sum(splits),) in the parameters' dtype, on the memory of the pending gradients, dead after the reduction."""
     own: Tensor
     """(n,) this rank's slice of `param`."""
+    own_staging: Tensor
+    """(n,) this rank's slice of `staging`."""
     splits: tuple[int, ...]
     """Elements of each rank's slice."""
     fragments: tuple[Fragment, ...]
@@ -60,6 +62,7 @@ class FlatBuffers:
                         bucket.grad,
                         staging,
                         whole[bucket.own],
+                        staging[bucket.own],
                         bucket.splits,
                         bucket.fragments,
                     )

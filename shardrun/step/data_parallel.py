@@ -163,7 +163,7 @@ class WholeGradients:
         for number, bucket in enumerate(self.flat.buckets if not self.fp32 else ()):
             self._reduced[number] = self._reduced[number].to(DTYPES[bucket.space.dtype])
 
-    def gather(self) -> None:
+    def gather(self, window: Window) -> None:
         """All ranks' slices into new memory: whole reduced gradients, each in the memory order of its parameter."""
         results = [r.new_empty(b.grad.numel()) for b, r in zip(self.flat.buckets, self._reduced, strict=True)]
         for result, reduced in zip(results, self._reduced, strict=True):

@@ -94,6 +94,11 @@ class OwnedOptimizer:
         for stepper, own in self._each(rates):
             stepper.propose(present, own)
 
+    def stage(self, present: Mapping[str, bool]) -> None:
+        """Write what was proposed where it is gathered from; see Stepper."""
+        for stepper in self._steppers:
+            stepper.stage(present)
+
     def commit(self, present: Mapping[str, bool], rates: Sequence[float]) -> None:
         """Switch over to what the last `propose` computed; see Stepper."""
         for stepper, own in self._each(rates):

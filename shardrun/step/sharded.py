@@ -99,11 +99,13 @@ class ShardedOptimizer(ABC):
 
     @property
     def gradient_nbytes(self) -> dict[str, int]:
-        """Bytes of gradient memory on this rank: pending FP32 gradients (whole), reduced slices, proposed slices."""
+        """Bytes of gradient memory on this rank: pending FP32 gradients (whole) and reduced slices.
+
+        New slices are staged on the memory of the pending ones.
+        """
         return {
             "pending": sum(s.bucket.grad.nbytes for s in self.slices),
             "reduced": sum(s.reduced.nbytes for s in self.slices),
-            "proposed": sum(s.proposed.nbytes for s in self.slices if s.proposed is not None),
         }
 
     # ---- the step ----------------------------------------------------------------------------------------------
@@ -138,12 +140,19 @@ class ShardedOptimizer(ABC):
     @abstractmethod
     def propose(self, window: Window, rates: Sequence[float]) -> None: ...
     @abstractmethod
-    def gather(self) -> None: ...
+    def gather(self, window: Window) -> None: ...
     @abstractmethod
     def commit(self, window: Window, rates: Sequence[float]) -> None: ...
     @abstractmethod
     def _described(self) -> dict[str, Any]:
         """The optimizer as a record tells of it."""
+
+    def stage(self, window: Window) -> None:
+        """Write this rank's new slices where they are gathered from: the window's gradients end here."""
+        if any(s.proposed is not None for s in self.slices):
+            for s in self.slices:
+                s.clear_padding()
+            self.stepper.stage(window.present)
 
     def _problems(self, pending: Pending) -> Pending:
         """`pending`, with what is wrong with this session's parameters on this rank."""

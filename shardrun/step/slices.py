@@ -22,8 +22,8 @@ class Slice:
     leaf: Tensor
     """(n,) what is stepped: the FP32 master, or the live parameter slice itself."""
     proposed: Tensor | None
-    """(n,) in the parameter's dtype: the new slice, before anything has changed. None in a world of one, where the
-    leaf is stepped in the commit."""
+    """(n,) in the parameter's dtype: the new slice, this rank's part of the staging, so on the memory of the pending
+    gradients. None in a world of one, where the leaf is stepped in the commit."""
 
     @property
     def has_master(self) -> bool:
@@ -36,6 +36,11 @@ class Slice:
             self.reduced.div_(divisor)
         if self.grad is not self.reduced:
             self.grad.copy_(self.reduced)
+
+    def clear_padding(self) -> None:
+        """Before the new slice is staged: where 16-bit elements lie on FP32 gradients, padding is not zero yet."""
+        if self.proposed is not None and self.proposed.dtype != torch.float32:
+            self.proposed.zero_()
 
     def commit(self) -> None:
         """Switch this bucket's parameters over, after the optimizer's own commit; allocates nothing."""
@@ -51,4 +56,4 @@ def make_slice(bucket: FlatBucket, masters: bool, proposes: bool) -> Slice:
     reduced = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
     leaf = own.float() if masters and own.dtype != torch.float32 else own
     grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-    return Slice(bucket, reduced, grad, leaf, torch.zeros_like(own) if proposes else None)
+    return Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None)

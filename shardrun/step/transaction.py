@@ -56,7 +56,16 @@ def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept:
         phase=comm.phase,
         gradients_kept=kept,
         in_doubt=comm.phase in ("vote", "commit"),
+        culprit=_culprit(comm),
     )
+
+
+def _culprit(comm: Communicator) -> int | None:
+    failure = comm.failure
+    if failure is None or failure.kind == "failed":  # a world of one is not closed by a failure
+        return (comm.parent or comm).rank
+    alone = failure.missing[0] if len(failure.missing) == 1 else None
+    return alone if failure.culprit is None else failure.culprit
 
 
 @contextmanager

@@ -109,9 +109,8 @@ class SelectedZero1(ShardedOptimizer):
 
     @property
     def gradient_nbytes(self) -> dict[str, int]:
-        """As SelectedZero2.gradient_nbytes; what a matrix optimizer proposes in counts as proposed."""
-        held = super().gradient_nbytes
-        return {**held, "proposed": held["proposed"] + self._owned.shadow_nbytes}
+        """As SelectedZero2.gradient_nbytes, and the copies of leaves and state that a matrix optimizer proposes in."""
+        return {**super().gradient_nbytes, "proposed": self._owned.shadow_nbytes}
 
     def step(
         self,
@@ -204,11 +203,12 @@ class SelectedZero1(ShardedOptimizer):
         return [s.grad for s in self.slices]
 
     def propose(self, window: Window, rates: Sequence[float]) -> None:
-        """The optimizer's new tensors, beside the live ones."""
+        """The optimizer's step beside the live tensors: all that can go wrong, does so here."""
         self.stepper.propose(window.present, rates)
 
-    def gather(self) -> None:
+    def gather(self, window: Window) -> None:
         """All owners' new tensors into staging, on the memory of the pending gradients. A world of one skips it."""
+        self.stage(window)
         for s in self.slices:
             if s.proposed is not None:
                 self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits, agreed=True)

@@ -123,11 +123,12 @@ class SelectedZero2(ShardedOptimizer):
         return [s.grad for s in self.slices]
 
     def propose(self, window: Window, rates: Sequence[float]) -> None:
-        """The optimizer's new slices, beside the live ones."""
+        """The optimizer's step beside the live slices: all that can go wrong, does so here."""
         self.stepper.propose(window.present, rates)
 
-    def gather(self) -> None:
+    def gather(self, window: Window) -> None:
         """All ranks' new slices into staging, on the memory of the pending gradients. A world of one skips it."""
+        self.stage(window)
         for s in self.slices:
             if s.proposed is not None:
                 self.comm.gather_slices(s.bucket.staging, s.proposed, agreed=True)

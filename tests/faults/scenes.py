@@ -51,7 +51,7 @@ class Told:
     missing: tuple[int, ...] = ()
     """Ranks that it says did not come."""
     culprit: int | None = None
-    """The rank that it says failed first by a fault of its own."""
+    """The rank that its StepFailed names."""
     sockets: int = 0
     later: str = ""
     """What the next call raised."""
@@ -161,7 +161,7 @@ def _attempt(
         "raised_at": raised_at,
         "poisoned": comm.is_poisoned,
         "missing": comm.failure.missing if comm.failure is not None else (),
-        "culprit": comm.failure.culprit if comm.failure is not None else None,
+        "culprit": failed.culprit if failed is not None else None,
         "sockets": _sockets(),
     }
     common["later"], common["later_s"] = _later(subject) if comm.is_poisoned or ends else ("", 0.0)

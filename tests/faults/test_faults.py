@@ -72,6 +72,7 @@ def _check_survivors(survivors: Sequence[Told], strategy: str, victim: int = _VI
         if told.kind:
             _check_failed(told, strategy, stores)
             assert victim in told.missing
+            assert told.culprit == (victim if told.missing == (victim,) else None)
             assert f"rank {victim}" in told.message
         else:
             assert told.whole
@@ -187,7 +188,7 @@ def test_an_exception_on_one_rank_frees_the_others(
     assert victim.phase == place
     assert _RAISING[fault] in victim.cause, "the error that was raised first is at the end of the chain"
     assert _RAISING[fault] in victim.message
-    assert {every[rank].culprit for rank in _others(world_size)} == {_VICTIM}
+    assert {told.culprit for told in every} == {_VICTIM}
     freed_s = max(every[rank].raised_at for rank in _others(world_size)) - victim.raised_at
     assert freed_s < _SOON_S
     ended(fault, f"{strategy} {world_size}", "all as before the step, peers free", max(0.0, freed_s))

@@ -166,11 +166,13 @@ class Ranks:
         return flat[_OFFSETS[path] : _OFFSETS[path] + NUMELS[path]]
 
     def propose(self, gradients: Mapping[str, Tensor], present: Mapping[str, bool], rate: float | None) -> None:
-        """Put the gradients into the flat buffer and propose on all ranks."""
+        """Put the gradients into the flat buffer, propose on all ranks and stage."""
         for path, grad in gradients.items():
             self.view(self.grad, path).copy_(grad)
         for stepper in self.steppers:
             stepper.propose(present, stepper.rates(rate))
+        for stepper in self.steppers if len(self.steppers) > 1 else ():
+            stepper.stage(present)
 
     def commit(self, present: Mapping[str, bool], rate: float | None) -> None:
         """Commit on all ranks."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardrun.errors import UsageError
 from shardrun.optim.elementwise import SliceOptimizer
@@ -238,3 +239,22 @@ def test_the_scalars_of_torch_follow_its_default_dtype() -> None:
         _require_equal_state(ranks, plain)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_kernel_raises_is_found_in_the_proposal_while_nothing_is_staged() -> None:
+    """The staging lies on the gradients: a kernel that cannot run must say so before any of it is written."""
+    start = drawn(_SHAPES, 1)
+    ranks = Ranks(ELEMENTWISE["adamw"], {}, start, 2)
+    before = ranks.photograph()
+
+    def refuse(optimizer: object, args: object, kwargs: object) -> None:
+        raise MemoryError("no room for a temporary")
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        with pytest.raises(MemoryError):
+            ranks.propose(drawn(_SHAPES, 100), present_in(0), 0.1)
+    finally:
+        hook.remove()
+    assert same(before, ranks.photograph())
+    assert not ranks.proposed.any()

@@ -46,6 +46,7 @@ class _Owner:
         for path, grad in gradients.items():
             self.grads[path].copy_(grad)
         self.stepper.propose(present, self.stepper.rates(rate))
+        self.stepper.stage(present)
         for path, grad in gradients.items():
             assert same_bits(self.grads[path], grad), f"the gradient of {path} was written to"
 
