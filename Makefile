@@ -41,7 +41,9 @@ demo: setup
 
 test: setup
 	@rm -f .coverage .coverage.*
-	@$(MAKE) --no-print-directory lint unit ranks faults cli cases coverage COV="--cov --cov-append --cov-report="
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit ranks COV="--cov --cov-append --cov-report="
+	@$(MAKE) --no-print-directory coverage faults cli cases
 
 lint: setup
 	$(PY) -m ruff check .
@@ -68,7 +70,8 @@ chaos: setup
 one: setup
 	$(PY) -m pytest -x $(T)
 
-# The ranks and workers that the tests start are measured too; the last of them may have left their part behind.
+# Of the unit and ranks tests: measuring what real programs do would double their time, most of which is the import of torch.
+# The ranks that tests start are measured too; the last of them may have left their part behind.
 coverage: setup
 	@said=$$($(PY) -m coverage combine --append --quiet 2>&1) || \
 		case "$$said" in *"No data to combine"*) ;; *) echo "$$said"; exit 1;; esac
