@@ -10,7 +10,7 @@ DEMO := runs/demo
 export OMP_NUM_THREADS := 1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit ranks faults long chaos cli cases one coverage clean
+.PHONY: help setup demo test lint unit ranks faults long chaos cli hosts cases one coverage clean
 help:
 	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
 	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
@@ -43,7 +43,7 @@ test: setup
 	@rm -f .coverage .coverage.*
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit ranks COV="--cov --cov-append --cov-report="
-	@$(MAKE) --no-print-directory coverage faults cli cases
+	@$(MAKE) --no-print-directory coverage faults cli hosts cases
 
 lint: setup
 	$(PY) -m ruff check .
@@ -51,7 +51,7 @@ lint: setup
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-unit ranks faults cli cases: setup
+unit ranks faults cli hosts cases: setup
 	$(PY) -m pytest -q $(COV) tests/$@ $(AND)
 
 # On a machine without CUDA these are skipped, and say so.

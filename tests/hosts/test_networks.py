@@ -1,18 +1,15 @@
 """Two and three hosts with addresses of their own, joined by `shardrun train --nnodes` and by torchrun.
 
-The hosts are network namespaces of this machine. `make test` has some of the cases, chosen by a seed; SHARDRUN_LONG=1
-has all of them.
+The hosts are network namespaces of this machine. `make test` has one of the cases; `make long` has all of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,8 @@ from tests.hosts.network import Network, ends, network, on_hosts, why_not
 from tests.support.launching import Program, final_tensors, shardrun, started, write_config
 
 WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)), pytest.mark.sample(1)]
 
-LONG = os.environ.get("SHARDRUN_LONG", "0") != "0"
-SEED = 19
 STEPS = 16
 TIMEOUT_S = 6
 PORT = 29400
@@ -49,13 +44,6 @@ def by_torchrun(net: Network, config: Path) -> list[list[str]]:
          "-m", "shardrun", "train", str(config)]
         for host in range(net.count)
     ]  # fmt: skip
-
-
-def sampled(cases: Sequence[Any], kept: int = 1) -> list[Any]:
-    """All cases; those that the seed does not choose are skipped unless everything is asked for."""
-    chosen = random.Random(SEED).sample(range(len(cases)), kept)
-    left = pytest.mark.skipif(not LONG, reason=f"left out by the sample of seed {SEED}; SHARDRUN_LONG=1 runs all")
-    return [case if number in chosen else pytest.param(*case, marks=left) for number, case in enumerate(cases)]
 
 
 def config_in(folder: Path, world_size: int, **sections: Any) -> Path:
@@ -135,7 +123,7 @@ def test_two_hosts_train_to_the_bits_of_one(
     assert not list((config.parent / "run").glob(".hosts-*"))
 
 
-@pytest.mark.parametrize(("hosts", "join"), sampled([(3, by_launchers), (2, by_torchrun), (3, by_torchrun)], kept=0))
+@pytest.mark.parametrize(("hosts", "join"), [(3, by_launchers), (2, by_torchrun), (3, by_torchrun)])
 def test_more_hosts_and_torchrun_train_to_the_bits_of_one(
     net: Network, hosts: int, join: Join, tmp_path: Path, straight: Callable[[int], Path]
 ) -> None:
@@ -159,7 +147,7 @@ def listening(program: Program) -> set[str]:
 
 @pytest.mark.parametrize(
     ("hosts", "join", "victim"),
-    sampled([(2, by_launchers, 1), (3, by_launchers, 2), (3, by_launchers, 0), (2, by_torchrun, 1)]),
+    [(2, by_launchers, 1), (3, by_launchers, 2), (3, by_launchers, 0), (2, by_torchrun, 1)],
 )
 def test_a_cut_link_ends_all_in_time_and_the_same_command_goes_on(
     net: Network, hosts: int, join: Join, victim: int, tmp_path: Path, straight: Callable[[int], Path]
@@ -185,7 +173,7 @@ def test_a_cut_link_ends_all_in_time_and_the_same_command_goes_on(
     finishes_as_one_host_does(net, join, config, straight(hosts))
 
 
-@pytest.mark.parametrize("hosts", sampled([(2,)], kept=0))
+@pytest.mark.parametrize("hosts", [2])
 def test_a_link_that_is_back_before_the_timeout_has_no_effect(
     net: Network, hosts: int, tmp_path: Path, straight: Callable[[int], Path]
 ) -> None:
@@ -202,7 +190,7 @@ def test_a_link_that_is_back_before_the_timeout_has_no_effect(
 
 @pytest.mark.parametrize(
     ("hosts", "join", "victim"),
-    sampled([(2, by_launchers, 0), (2, by_launchers, 1), (3, by_launchers, 1), (2, by_torchrun, 1)]),
+    [(2, by_launchers, 0), (2, by_launchers, 1), (3, by_launchers, 1), (2, by_torchrun, 1)],
 )
 def test_a_killed_host_ends_all_in_time_and_the_same_command_goes_on(
     net: Network, hosts: int, join: Join, victim: int, tmp_path: Path, straight: Callable[[int], Path]
@@ -228,7 +216,7 @@ def test_a_killed_host_ends_all_in_time_and_the_same_command_goes_on(
     finishes_as_one_host_does(net, join, config, straight(hosts))
 
 
-@pytest.mark.parametrize(("hosts", "victim"), sampled([(2, 1), (2, 0)], kept=0))
+@pytest.mark.parametrize(("hosts", "victim"), [(2, 1), (2, 0)])
 def test_a_killed_rank_costs_a_restart_on_all_hosts_and_no_more(
     net: Network, hosts: int, victim: int, tmp_path: Path, straight: Callable[[int], Path]
 ) -> None:

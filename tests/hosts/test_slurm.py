@@ -130,6 +130,7 @@ def test_a_world_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sample(0)  # starts three programs; `make long` does it
 def test_two_tasks_train_to_the_bits_of_the_launcher(tmp_path: Path) -> None:
     folders = [tmp_path / "own", tmp_path / "srun"]
     for folder in folders:
