@@ -174,6 +174,9 @@ def _environment(job: Job, control: Path, rank: int, place: Place) -> dict[str, 
     # torch asks for the user's name when it makes its first optimizer; without one in the environment that is a call to
     # the name service, through a socket.
     env.setdefault("USER", env.get("LOGNAME", str(os.getuid())))
+    # The flight recorder of NCCL belongs beside the rank's log, unless the user has another place for it.
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
+        env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(job.run_dir.absolute() / "logs" / "nccl-trace-rank-"))
     if place.address is not None:
         address, port = place.address
         env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}

@@ -453,3 +453,10 @@ def test_a_world_of_one_makes_no_socket(tmp_path: Path) -> None:
     )
     with started([sys.executable, "-c", script], tmp_path) as program:
         assert program.wait() == 0, program.stderr
+
+
+def test_ranks_write_the_flight_recorder_of_nccl_beside_their_logs(tmp_path: Path) -> None:
+    with started(pretended(tmp_path, world_size=1, steps=1000), tmp_path) as program:
+        program.until("step 1/1000")
+        environment = Path(f"/proc/{program.ranks()[0]}/environ").read_bytes().split(b"\0")
+    assert f"TORCH_FR_DUMP_TEMP_FILE={tmp_path}/run/logs/nccl-trace-rank-".encode() in environment
