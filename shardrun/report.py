@@ -13,20 +13,23 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from shardrun.checkpoint.contents import Meter
 from shardrun.run.outcome import Outcome, RankEnd
 from shardrun.run.outlet import Outlet
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress, TaskID
 
 SCHEMA_VERSION = 1
 _LONGEST_MESSAGE = 20
+_ENDLESS = 100_000  # columns
 # Bytes that may wait for a reader that pauses: of what is told once, of steps and of what the ranks print (the logs
 # have both), and of frames of a bar, which are stale a moment later.
 _ROOM_ONCE, _ROOM_MANY, _ROOM_BAR = 16 << 20, 4 << 20, 1 << 16
@@ -60,6 +63,72 @@ def error(text: str) -> None:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout, as wide as its content."""
     line(table_text(title, columns, rows))
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """Tables and texts of rich on stdout, a blank line between them; in colour on a terminal, plain elsewhere."""
+    from rich.console import Console, Group
+    from rich.text import Text
+
+    width, _ = screen()
+    console = Console(file=sys.stdout, width=width, soft_wrap=False)
+    blocks = [Text(part) if isinstance(part, str) else part for part in parts]
+    for number, block in enumerate(blocks):
+        with console.capture() as caught:
+            console.print(Group(block), soft_wrap=isinstance(block, Text))
+        text = "\n".join(row.rstrip() for row in caught.get().rstrip("\n").split("\n"))
+        line(("\n" if number else "") + text)
+
+
+def screen() -> tuple[int, bool]:
+    """How many columns there are (without a terminal: as many as it takes), and whether lines can be drawn."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return _ENDLESS, True
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    return console.width, console.encoding.startswith("utf")
+
+
+class Reading(Meter):
+    """A bar of the bytes that are being read, on stderr while that is a terminal; a context manager."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def expect(self, nbytes: int) -> None:
+        """So many more are to come; the bar appears with the first of them."""
+        self._total += nbytes
+        if self._progress is None and self._total and sys.stderr is not None and sys.stderr.isatty():
+            self._progress, self._task = _reading_bar()
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=self._total)
+
+    def read(self, nbytes: int) -> None:
+        """So many have come."""
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, nbytes)
+
+
+def _reading_bar() -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(file=cast(TextIO, _SilentWhenGone(sys.stderr)))
+    columns = (BarColumn(bar_width=30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    progress = Progress("reading", *columns, console=console, transient=True)
+    progress.start()
+    return progress, progress.add_task("reading", total=None)
 
 
 def json_document(document: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from shardrun.records.fit import holds_whole
 from shardrun.records.header import Entry, Header, read_exactly, read_header_of
 from shardrun.shard.contract import Contract
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class Whole:
                 what = "missing" if piece.start > at else "held twice"
                 low, high = sorted((at, piece.start))
                 found.append(f"state {self.name}: elements [{low}, {high}) of {self.numel} are {what}")
+            if prod(piece.entry.shape) != piece.stop - piece.start:
+                held = f"{prod(piece.entry.shape)} elements for [{piece.start}, {piece.stop})"
+                found.append(f"state {self.name}: rank {piece.rank} holds {held}")
             if piece.entry.dtype != self.dtype:
                 found.append(f"state {self.name}: rank {piece.rank} has dtype {piece.entry.dtype}, not {self.dtype}")
             at = max(at, piece.stop)
@@ -95,33 +98,34 @@ def assemble(manifest: Mapping[str, Any], group: str, headers: Mapping[str, Head
     return [wholes[name] for name in sorted(wholes)]
 
 
-def hash_pieces(checkpoint: Path, pieces: list[Piece]) -> str:
-    """sha256 (hex) over the bytes of the pieces, one after another."""
-    digest = hashlib.sha256()
+def chunks(root: Path, pieces: Iterable[Piece], nbytes: int) -> Iterator[bytearray]:
+    """The bytes of the pieces, one after another, in runs of `nbytes` (the last one may be shorter) wherever the pieces
+    begin and end; CheckpointError if a file is shorter than it was."""
+    run = bytearray()
     for piece in pieces:
-        for chunk in _chunks(checkpoint, piece):
-            digest.update(chunk)
-    return digest.hexdigest()
+        with open_inside(root, piece.path) as file:
+            file.seek(piece.entry.start)
+            left = piece.entry.nbytes
+            while left:
+                count = min(left, nbytes - len(run))
+                run += read_exactly(file, count, str(root / piece.path))
+                left -= count
+                if len(run) == nbytes:
+                    yield run
+                    run = bytearray()
+    if run:
+        yield run
 
 
-def _chunks(checkpoint: Path, piece: Piece) -> Iterator[bytearray]:
-    with open_inside(checkpoint, piece.path) as file:
-        file.seek(piece.entry.start)
-        left = piece.entry.nbytes
-        while left:
-            count = min(left, _CHUNK)
-            yield read_exactly(file, count, str(checkpoint / piece.path))
-            left -= count
-
-
-def hash_file(checkpoint: Path, relative: str) -> tuple[int, str]:
-    """Size and sha256 (hex) of a file; CheckpointError if it cannot be opened or is no plain file."""
+def hash_file(root: Path, relative: str, read: Callable[[int], None] = lambda nbytes: None) -> tuple[int, str]:
+    """Size and sha256 (hex) of a file; `read` hears of every byte. CheckpointError if it is no plain file."""
     digest, size = hashlib.sha256(), 0
     try:
-        with open_inside(checkpoint, relative) as file:
+        with open_inside(root, relative) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 size += len(chunk)
+                read(len(chunk))
     except OSError as error:
-        raise CheckpointError(f"{checkpoint / relative}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{root / relative}: cannot be read: {error.strerror}") from error
     return size, digest.hexdigest()

@@ -1,29 +1,30 @@
-"""What is in a checkpoint or a run folder, as plain data, without torch and without loading a tensor.
+"""What is in a checkpoint, a run folder or a safetensors file, as plain data, without torch.
 
-A damaged checkpoint is explained as far as it goes: a file that cannot be read is named, the others are shown.
+A damaged checkpoint is explained as far as it goes: what is wrong is named, and what is left is shown.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrun.checkpoint.assemble import Piece, Whole, assemble, hash_file, hash_pieces, open_header
-from shardrun.checkpoint.manifest import MANIFEST, read_manifest
-from shardrun.checkpoint.safe_files import list_tree
-from shardrun.checkpoint.store import (
-    STAGING,
-    TRASH,
-    candidates,
-    checkpoints_folder,
-    examine,
-    is_checkpoint,
-    tree_problems,
+from shardrun.checkpoint.contents import (
+    Contents,
+    Held,
+    Left,
+    Meter,
+    checked_files,
+    checkpoint_contents,
+    loose_contents,
 )
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.statistics import read_whole
+from shardrun.checkpoint.store import STAGING, TRASH, candidates, checkpoints_folder, examine, is_checkpoint
 from shardrun.errors import CheckpointError
-from shardrun.records.header import Header
 from shardrun.records.header_parser import DTYPE_NAMES
 
 HASHED_UNASKED = 1 << 30
@@ -32,39 +33,73 @@ HASHED_UNASKED = 1 << 30
 _SECTIONS = ("run", "attempt", "parent", "counters", "topology", "schedule", "data", "numerics", "param_sha256")
 
 
-def inspect(path: Path, *, verify: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted besides names and sizes, and who hears how far it is."""
+
+    verify: bool
+    """Read every file and compare its hash."""
+    stats: bool
+    """Read every tensor and take its statistics."""
+    meter: Meter
+
+
+def inspect(path: Path, *, verify: bool = False, stats: bool = False, meter: Meter | None = None) -> dict[str, Any]:
     """The content of `path` as plain JSON; `good` tells whether all of it is sound.
 
-    `kind` is "run" (checkpoints, newest first) or "checkpoint" (step, counters, topology, files, model, groups with
-    contract, slices and state). `verify` reads every byte and compares every hash. CheckpointError if there is no
-    checkpoint at all.
+    `kind` is "run" (checkpoints, newest first), "checkpoint" (step, counters, topology, files, model, groups with
+    contract, slices and state, state of the ranks) or "files" (tensors of safetensors files). `verify` reads every byte
+    and compares every hash; `stats` takes the statistics of every tensor. CheckpointError if there is nothing to see.
     """
-    if is_checkpoint(path):
-        return _checkpoint(path, verify)
+    ask = Ask(verify, stats, meter or Meter())
+    try:
+        if is_checkpoint(path):
+            return _checkpoint(path, ask)
+        contents = plain_files(path)
+        if contents is not None:
+            return _loose(path, contents, ask)
+        return _run(path, ask)
+    except (FileNotFoundError, NotADirectoryError) as error:  # of a run that goes on: retention took it
+        raise CheckpointError(f"{error.filename}: was removed while it was looked at; look again") from error
+
+
+def plain_files(path: Path) -> Contents | None:
+    """The tensors of a single safetensors file, or of those in a folder that is no run's; None for anything else."""
     if path.is_file():
-        raise CheckpointError(f"{path}: is a file; name a run folder, or a checkpoint in it")
-    return _run(path, verify)
+        whole = path.resolve()  # it may be a link, as in the caches of others: this file is the user's own choice
+        return loose_contents(whole.parent, [whole.name])
+    if path.is_dir() and not checkpoints_folder(path).is_dir():
+        names = sorted(one.name for one in path.glob("*.safetensors"))
+        return loose_contents(path, names) if names else None
+    return None
 
 
 # ---- a run folder ----------------------------------------------------------------------------------------------------
 
 
-def _run(path: Path, verify: bool) -> dict[str, Any]:
+def _run(path: Path, ask: Ask) -> dict[str, Any]:
     found = candidates(path, required=True)
     rows = []
     for one in found:
         problems = [one.why] if one.why else []
-        if verify and one.complete:
-            problems = _verify_files(one.path, read_manifest(one.path)[0])
-        age = None if one.saved_at is None else max(0, int(time.time()) - one.saved_at)
+        manifest: Mapping[str, Any] = {}
+        if one.sequence is not None:
+            manifest = read_manifest(one.path)[0]
+            if ask.verify and one.complete:
+                files = checked_files(one.path, manifest, verify=True, meter=ask.meter)
+                problems = [file.why for file in files if file.why]
         rows.append(
             {
                 "name": one.path.name,
                 "step": one.step,
                 "sequence": one.sequence,
                 "saved_at": one.saved_at,
-                "age_s": age,
+                "age_s": None if one.saved_at is None else _age_s(one.saved_at),
                 "bytes": one.bytes,
+                "run": manifest.get("run"),
+                "attempt": manifest.get("attempt"),
+                "parent": manifest.get("parent"),
+                "world_size": manifest["topology"]["world_size"] if manifest else None,
                 "complete": one.complete,
                 "good": not problems,
                 "problems": problems,
@@ -75,34 +110,34 @@ def _run(path: Path, verify: bool) -> dict[str, Any]:
     return {
         "kind": "run",
         "path": str(path),
-        "verified": verify,
+        "verified": ask.verify,
         "good": all(row["good"] for row in rows),
         "newest": found[0].path.name,
+        "bytes": sum(one.bytes for one in found),
         "checkpoints": rows,
         "leftovers": leftovers,
     }
 
 
-def _verify_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    return [entry["why"] for entry in _files(path, manifest, verify=True) if entry["status"] != "good"]
+def _age_s(saved_at: int) -> int:
+    return max(0, int(time.time()) - saved_at)
 
 
 # ---- one checkpoint --------------------------------------------------------------------------------------------------
 
 
-def _checkpoint(path: Path, verify: bool) -> dict[str, Any]:
+def _checkpoint(path: Path, ask: Ask) -> dict[str, Any]:
     found = examine(path)
     try:
         manifest = read_manifest(path)[0]
     except CheckpointError as error:
-        return _without_manifest(path, str(error), found.step, verify)
-    files = _files(path, manifest, verify)
-    problems = [file["why"] for file in files if file["why"]]
-    problems += [line for line in tree_problems(path, manifest) if line not in problems]
-    headers = {file["path"]: _header(path, file, problems) for file in files if file["status"] in ("present", "good")}
-    sound = {name: header for name, header in headers.items() if header is not None}
-    hashes = verify or sum(entry["bytes"] for entry in manifest["files"]) <= HASHED_UNASKED
-    groups = {name: _group(path, manifest, name, sound, hashes, problems) for name in manifest["groups"]}
+        document = _loose(path, loose_contents(path), ask)
+        problems = [str(error), *document["problems"]]
+        return {**document, "kind": "checkpoint", "step": found.step, "good": False, "problems": problems}
+    contents = checkpoint_contents(path, manifest, verify=ask.verify, meter=ask.meter)
+    ask.meter.expect(_to_read(contents, ask))
+    problems = contents.problems
+    rows = {section: _rows(contents, held, ask) for section, held in contents.sections.items()}
     if not found.complete and found.why not in problems and not problems:
         problems.append(found.why)
     return {
@@ -111,92 +146,23 @@ def _checkpoint(path: Path, verify: bool) -> dict[str, Any]:
         "step": manifest["step"],
         "sequence": manifest["sequence"],
         "saved_at": manifest["saved_at"],
-        "age_s": max(0, int(time.time()) - manifest["saved_at"]),
-        "verified": verify,
+        "age_s": _age_s(manifest["saved_at"]),
+        "verified": ask.verify,
         "good": not problems,
         "problems": problems,
         **{key: manifest[key] for key in _SECTIONS if key in manifest},
         "bytes": sum(entry["bytes"] for entry in manifest["files"]),
-        "files": files,
-        "model": _model(path, manifest, sound, hashes),
-        "groups": groups,
+        "files": _file_rows(contents),
+        "model": rows["model", ""],
+        "groups": {name: _group(contents, name, rows["group", name]) for name in manifest["groups"]},
+        "ranks": [{"rank": int(name), "tensors": rows[kind, name]} for kind, name in rows if kind == "rank"],
+        "left": _left(contents),
     }
 
 
-def _files(path: Path, manifest: Mapping[str, Any], verify: bool) -> list[dict[str, Any]]:
-    """Every registered file with its status: present (right size, hash not read), good, bad or missing."""
-    sizes = {relative: status.st_size for relative, status in list_tree(path)}
-    rows = []
-    for entry in manifest["files"]:
-        row = {key: entry[key] for key in ("path", "role", "rank", "group", "bytes", "sha256") if key in entry}
-        where = path / entry["path"]
-        size = sizes.get(entry["path"])
-        status, why = "present", ""
-        if size is None:
-            status, why = "missing", f"{where}: is missing"
-        elif size != entry["bytes"]:
-            status, why = "bad", f"{where}: {entry['bytes']:,} bytes expected, {size:,} found"
-        elif verify:
-            status, why = _verified(path, entry)
-        rows.append({**row, "status": status, "why": why})
-    return rows
-
-
-def _verified(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
-    try:
-        found = hash_file(path, entry["path"])[1]
-    except CheckpointError as error:
-        return "bad", str(error)
-    if found != entry["sha256"]:
-        return (
-            "bad",
-            f"{path / entry['path']}: sha256 {entry['sha256']} expected, {found} found: its content was changed",
-        )
-    return "good", ""
-
-
-def _header(path: Path, file: dict[str, Any], problems: list[str]) -> Header | None:
-    """The header of a file whose size is right; what is wrong with it goes to the file's row and to `problems`."""
-    try:
-        return open_header(path, file["path"])
-    except CheckpointError as error:
-        file["status"], file["why"] = "bad", str(error)
-        problems.append(str(error))
-        return None
-
-
-def _model(
-    path: Path, manifest: Mapping[str, Any], headers: Mapping[str, Header], hashes: bool
-) -> list[dict[str, Any]]:
-    """Every tensor of the model by name; an alias names what it is tied to, and has no bytes of its own."""
-    stored = {
-        name: (file["path"], entry)
-        for file in manifest["files"]
-        if file["role"] == "model" and file["path"] in headers
-        for name, entry in headers[file["path"]].tensors.items()
-    }
-    rows = []
-    for name in sorted([*manifest["model"], *manifest["aliases"]]):
-        first = manifest["aliases"].get(name)
-        dtype, shape = manifest["model"][first or name]
-        row = {"name": name, "dtype": dtype, "shape": shape, "alias_of": first, "bytes": 0}
-        if first is None and name in stored:
-            relative, entry = stored[name]
-            row["bytes"] = entry.nbytes
-            if hashes:
-                row["sha256"] = hash_pieces(path, [Piece(0, 0, 0, relative, entry)])
-        rows.append(row)
-    return rows
-
-
-def _group(
-    path: Path, manifest: Mapping[str, Any], name: str, headers: Mapping[str, Header], hashes: bool, problems: list[str]
-) -> dict[str, Any]:
-    group = manifest["groups"][name]
-    records = [entry for entry in manifest["files"] if entry["role"] == "record" and entry["group"] == name]
-    state = assemble(manifest, name, headers)
-    for whole in state:
-        problems += whole.gaps()
+def _group(contents: Contents, name: str, state: list[dict[str, Any]]) -> dict[str, Any]:
+    assert contents.manifest is not None
+    group = contents.manifest["groups"][name]
     contract = group["contract"]
     return {
         **{key: value for key, value in group.items() if key not in ("contract", "layout")},
@@ -209,47 +175,87 @@ def _group(
         ],
         "slices": [
             {"rank": entry["rank"], "file": entry["path"], "bytes": entry["bytes"], "fragments": entry["fragments"]}
-            for entry in records
+            for entry in contents.manifest["files"]
+            if entry["role"] == "record" and entry["group"] == name
         ],
-        "state": [_state_row(path, whole, hashes) for whole in state],
+        "state": state,
+        "lost": contents.lost[name],
     }
 
 
-def _state_row(path: Path, whole: Whole, hashes: bool) -> dict[str, Any]:
+def _loose(path: Path, contents: Contents, ask: Ask) -> dict[str, Any]:
+    """Files without a manifest: nothing says what should be there, so nothing can be verified."""
+    ask.meter.expect(_to_read(contents, ask))
+    tensors = [
+        {**row, "file": name} for (_, name), held in contents.sections.items() for row in _rows(contents, held, ask)
+    ]
     return {
+        "kind": "files",
+        "path": str(path),
+        "verified": False,
+        "good": not contents.problems,
+        "problems": contents.problems,
+        "bytes": sum(file.bytes for file in contents.files),
+        "files": _file_rows(contents),
+        "tensors": tensors,
+        "left": _left(contents),
+    }
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _file_rows(contents: Contents) -> list[dict[str, Any]]:
+    rows = []
+    for file in contents.files:
+        registered = {key: file.entry[key] for key in ("role", "rank", "group", "sha256") if key in file.entry}
+        row = {"path": file.path, "bytes": file.bytes, **registered, "tensors": len(file.tensors)}
+        if file.metadata and contents.manifest is None:
+            row["metadata"] = dict(file.metadata)
+        rows.append({**row, "status": file.status, "why": file.why})
+    return rows
+
+
+def _hashes(contents: Contents, ask: Ask) -> bool:
+    return ask.verify or sum(file.bytes for file in contents.files) <= HASHED_UNASKED
+
+
+def _to_read(contents: Contents, ask: Ask) -> int:
+    if not (ask.stats or _hashes(contents, ask)):
+        return 0
+    return sum(held.whole.nbytes for _, held in contents.all() if held.is_readable)
+
+
+def _rows(contents: Contents, held: Iterable[Held], ask: Ask) -> list[dict[str, Any]]:
+    hashes = _hashes(contents, ask)
+    return [_row(contents, one, ask, hashes) for one in held]
+
+
+def _row(contents: Contents, held: Held, ask: Ask, hashes: bool) -> dict[str, Any]:
+    whole = held.whole
+    row: dict[str, Any] = {
         "name": whole.name,
-        "dtype": DTYPE_NAMES[whole.dtype],
+        "dtype": DTYPE_NAMES.get(whole.dtype, whole.dtype),
         "shape": list(whole.shape),
         "bytes": whole.nbytes,
+        "alias_of": held.alias_of,
         "held_by": [{"rank": piece.rank, "start": piece.start, "stop": piece.stop} for piece in whole.pieces],
-        **({"sha256": hash_pieces(path, whole.pieces)} if hashes and not whole.gaps() else {}),
     }
-
-
-# ---- what is left without a manifest ---------------------------------------------------------------------------------
-
-
-def _without_manifest(path: Path, why: str, step: int, verify: bool) -> dict[str, Any]:
-    problems, files = [why], []
-    for relative, status in list_tree(path):
-        if relative == MANIFEST:
-            continue
-        row: dict[str, Any] = {"path": relative, "bytes": status.st_size, "status": "not verifiable", "why": ""}
+    if held.is_readable and (hashes or ask.stats):
         try:
-            row["tensors"] = len(open_header(path, relative).tensors)
-        except CheckpointError as error:
-            row["status"], row["why"] = "bad", str(error)
-            problems.append(str(error))
-        files.append(row)
+            row |= read_whole(contents.root, whole, hashes=hashes, stats=ask.stats, meter=ask.meter)
+        except (CheckpointError, OSError) as error:  # it was cut meanwhile, or the disk cannot read it
+            held.left = Left.LOST
+            contents.problems.append(str(error))
+    return {**row, "left": held.left.value}
+
+
+def _left(contents: Contents) -> dict[str, Any]:
+    """What is good, and how many tensors are whole, unverified, partly there or lost."""
+    count = Counter(held.left.value for _, held in contents.all() if held.alias_of is None)
+    count[Left.LOST.value] += sum(map(len, contents.lost.values()))
     return {
-        "kind": "checkpoint",
-        "path": str(path),
-        "step": step,
-        "verified": verify,
-        "good": False,
-        "problems": problems,
-        "bytes": sum(file["bytes"] for file in files),
-        "files": files,
-        "model": [],
-        "groups": {},
+        "good_files": [file.path for file in contents.files if file.is_sound],
+        "bad_files": [file.path for file in contents.files if not file.is_sound],
+        "tensors": {left.value: count[left.value] for left in Left},
     }

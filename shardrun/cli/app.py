@@ -117,14 +117,23 @@ def train(
 
 @app.command("inspect-ckpt")
 def inspect_ckpt(
-    path: Annotated[Path, typer.Argument(help="Checkpoint or run folder.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Checkpoint, run folder or .safetensors file.", show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and check its hash.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Norm, extremes, zeros and non-finite elements of every tensor.")
+    ] = False,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER", help="Compare with this one, bit for bit; exit 4 if they differ.", show_default=False
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show what is in a checkpoint without loading it."""
+    """Show what is in a checkpoint without loading it; of a damaged one, what is left."""
     from shardrun.cli import inspect_ckpt as command
 
-    _end(lambda: command.run(path, verify, json), json)
+    _end(lambda: command.run(path, verify=verify, stats=stats, other=diff, json=json), json)
 
 
 @app.command("verify-resume")

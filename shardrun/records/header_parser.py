@@ -61,11 +61,7 @@ def parse_header(raw: bytes | bytearray, data_bytes: int) -> tuple[list[RawEntry
 
     ValueError says what is wrong and, for faults of form, at which character.
     """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from None
-    entries, metadata = _Cursor(text).table()
+    entries, metadata = parse_table(raw)
     # An empty tensor comes before the one that begins at the same place.
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     end = 0
@@ -79,6 +75,15 @@ def parse_header(raw: bytes | bytearray, data_bytes: int) -> tuple[list[RawEntry
     if end != data_bytes:
         raise ValueError(f"the tensors take {end:,} bytes, {data_bytes:,} follow the header")
     return entries, metadata
+
+
+def parse_table(raw: bytes | bytearray) -> tuple[list[RawEntry], dict[str, str]]:
+    """As `parse_header`, whatever follows the header: for what is left of a file that was cut."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    return _Cursor(text).table()
 
 
 def _short(name: str) -> str:

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from shardrun.records.elements import first_difference, value_text
 from shardrun.records.header import Entry, read_header, read_tensor
+from shardrun.records.header_parser import DTYPE_BYTES
 
 DATA_SEEN = "data seen"
 METRICS = "metrics"
 _TIMES = frozenset({"seconds", "tokens_per_s"})
 _ALWAYS = ("counters", "schedule", "data position", DATA_SEEN, "parameters", "buffers", "fp32 masters")
 _LAST = ("rng python", "rng numpy", "rng torch", METRICS)
-_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _ABSENT = "absent"
 
 
@@ -211,19 +212,7 @@ def _shape(entry: Entry | None) -> str:
 
 def _first(x: bytes, y: bytes, entry: Entry) -> tuple[int, str, str]:
     """Index and both values of the first element whose bits differ."""
-    size = entry.nbytes // max(1, int(np.prod(entry.shape)))
-    at = int(np.argmax(np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8))) // size
+    size = DTYPE_BYTES[entry.dtype]
+    at = first_difference(x, y, entry.dtype)[1]
     part = slice(at * size, (at + 1) * size)
     return at, value_text(entry.dtype, x[part]), value_text(entry.dtype, y[part])
-
-
-def value_text(dtype: str, raw: bytes) -> str:
-    """One element for the eye: its shortest decimal form, and for what is not an integer its bits."""
-    if dtype == "BOOL":
-        return str(raw != b"\0")
-    if dtype[0] in "IU":
-        return str(int.from_bytes(raw, "little", signed=dtype[0] == "I"))
-    bits = f"0x{raw[::-1].hex()}"
-    if dtype == "BF16":
-        return f"{np.frombuffer(bytes(2) + raw, '<f4')[0]} ({bits})"
-    return f"{np.frombuffer(raw, _FLOATS[dtype])[0]} ({bits})" if dtype in _FLOATS else f"{dtype} {bits}"

@@ -417,7 +417,7 @@ def test_c082_a_cut_file_is_named_with_both_sizes_and_the_others_are_good(
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, ALONE, state.expected())
     assert told in str(caught.value)
-    assert inspect_ckpt.run(path, True, True) == 3
+    assert inspect_ckpt.run(path, verify=True, json=True) == 3
     shown = json.loads(capsys.readouterr().out)
     assert told in shown["problems"]
     status = {file["path"]: file["status"] for file in shown["files"]}

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from shardrun.records.elements import value_text
 from shardrun.records.header import TensorBytes, write_safetensors
-from shardrun.run.comparison import Comparison, Difference, Moment, value_text
+from shardrun.run.comparison import Comparison, Difference, Moment
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
