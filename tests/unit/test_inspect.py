@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from shardrun.checkpoint.assemble import Piece, Whole
 from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.manifest import MANIFEST
 from shardrun.checkpoint.store import CHECKPOINTS
 from shardrun.cli import inspect_ckpt
+from shardrun.cli.app import app
 from shardrun.cli.inspect_view import age, size
 from shardrun.errors import CheckpointError
 from shardrun.records.header import Entry
@@ -230,3 +232,15 @@ def test_sizes_for_people(count: int, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (3, "3 s"), (61, "1 min"), (7200, "2 h"), (200_000, "2 d")])
 def test_ages_for_people(seconds: int | None, text: str) -> None:
     assert age(seconds) == text
+
+
+def test_the_options_reach_the_command(tmp_path: Path) -> None:
+    one, other = put(tmp_path, 2), put(tmp_path, 3)
+    for words, code, kind in (
+        (["--verify", "--stats"], 0, "checkpoint"),
+        (["--diff", str(other)], 4, "diff"),
+        (["--diff", str(tmp_path / "no")], 3, None),
+    ):
+        ended = CliRunner().invoke(app, ["inspect-ckpt", str(one), *words, "--json"])
+        assert ended.exit_code == code, ended.output
+        assert json.loads(ended.stdout).get("kind") == kind
