@@ -60,6 +60,9 @@ def train(
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Go on from an older checkpoint if the newest is damaged.")
     ] = False,
+    reshard: Annotated[
+        bool, typer.Option("--reshard", help="Go on from a checkpoint of another world size: exact state.")
+    ] = False,
     resume_from: Annotated[
         Path | None, typer.Option(help="Checkpoint or run folder to start from.", show_default=False)
     ] = None,
@@ -103,6 +106,7 @@ def train(
             fresh,
             accept_changes,
             allow_fallback,
+            reshard,
             resume_from,
             stop_at,
             nnodes,
@@ -134,6 +138,19 @@ def inspect_ckpt(
     from shardrun.cli import inspect_ckpt as command
 
     _end(lambda: command.run(path, verify=verify, stats=stats, other=diff, json=json), json)
+
+
+@app.command("reshard")
+def reshard_command(
+    path: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint, or run folder.", show_default=False)],
+    world: Annotated[int, typer.Option("--world", min=1, help="Number of ranks to go on with.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new checkpoint's folder.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Write a checkpoint again for another number of ranks: the same state, bit for bit, without torch."""
+    from shardrun.cli import reshard as command
+
+    _end(lambda: command.run(path, world, output, json), json)
 
 
 @app.command("verify-resume")

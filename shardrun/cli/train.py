@@ -23,7 +23,7 @@ from shardrun.config.load import load, resolved_yaml
 from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError, LaunchError, UsageError
 from shardrun.report import TrainScreen
-from shardrun.run.changes import changes, refusal
+from shardrun.run.changes import changes, of_world_size, refusal
 from shardrun.run.exit_file import forget_exit, write_exit
 from shardrun.run.hosts import Hosts, hosts_of
 from shardrun.run.launch import launch
@@ -42,6 +42,7 @@ def run(
     fresh: bool = False,
     accept_changes: bool = False,
     allow_fallback: bool = False,
+    reshard: bool = False,
     resume_from: Path | None = None,
     stop_at: int | None = None,
     nnodes: int | None = None,
@@ -68,7 +69,7 @@ def run(
     if resume_from is not None or not fresh:
         source = settings.run.dir if resume_from is None else resume_from
         if saved := _to_go_on_from(source, allow_fallback):
-            notes = _check_changes(settings, source, saved, accept_changes)
+            notes = _check_changes(settings, source, saved, accept_changes, reshard)
             _check_stop(settings, source, saved, stop_at)
     if fresh:
         settings = _in_new_folder(settings)
@@ -76,6 +77,7 @@ def run(
         "fresh": fresh,
         "accept_changes": accept_changes,
         "allow_fallback": allow_fallback,
+        "reshard": reshard,
         "resume_from": resume_from and os.path.abspath(resume_from),
         "stop_at": stop_at,
         "fault": fault,
@@ -105,7 +107,8 @@ def run(
 def _job(settings: Config, document: Mapping[str, Any]) -> Job:
     topology = settings.topology
     # Once there is a checkpoint of this start, it is gone on from as it stands.
-    of_this_start = {"resume_from": None, "accept_changes": False, "allow_fallback": False, "fault": None}
+    asked_once = ("accept_changes", "allow_fallback", "reshard")
+    of_this_start = {"resume_from": None, "fault": None, **dict.fromkeys(asked_once, False)}
     return Job(
         document,
         settings.run.dir,
@@ -183,14 +186,15 @@ def _to_go_on_from(source: Path, allow_fallback: bool) -> dict[str, Any] | None:
     return saved if all(isinstance(section, dict) for section in sections) else None
 
 
-def _check_changes(settings: Config, source: Path, saved: Mapping[str, Any], accept: bool) -> list[str]:
+def _check_changes(settings: Config, source: Path, saved: Mapping[str, Any], accept: bool, reshard: bool) -> list[str]:
     """Refuse settings that mean something else than those which the checkpoint was trained with.
 
     That is what counts, not config.resolved.yaml: that one belongs to the last start, which may have been refused.
     Returns what the user should know of changes that are let through. The workers look again, at what they did load.
+    Another world size is let through by `reshard` alone.
     """
-    changed = changes(saved, settings)
-    if changed and not accept:
+    changed = [line for line in changes(saved, settings) if not (reshard and of_world_size(line))]
+    if changed and (not accept or any(map(of_world_size, changed))):
         raise refusal(source, changed)
     return ["going on with a changed config:", *changed] if changed else []
 
@@ -231,7 +235,9 @@ def _command(
     if newest(settings.run.dir) == before:
         if options["resume_from"] is not None:
             words += ["--resume-from", str(options["resume_from"])]
-        words += [f"--{name.replace('_', '-')}" for name in ("accept_changes", "allow_fallback") if options[name]]
+        words += [
+            f"--{name.replace('_', '-')}" for name in ("accept_changes", "allow_fallback", "reshard") if options[name]
+        ]
     if hosts is None:
         return shlex.join([*program, "train", str(config), *words])
     words += ["--nnodes", str(hosts.nnodes), "--node-rank", str(hosts.node_rank), "--rendezvous", hosts.place]

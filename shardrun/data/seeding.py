@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     COLLATE = 4  # putting a micro-batch together
     MICRO_BATCH = 5  # forward and backward of a micro-batch
     EVALUATION = 6
+    RESHARD = 7  # the streams of a rank that goes on from a checkpoint of another world size
 
 
 def derive_seed(*parts: int) -> int:

@@ -51,7 +51,8 @@ def world_violations(saved: Any, expected: Any) -> list[str]:
     """The line about a changed world size, or nothing."""
     if saved == expected:
         return []
-    return [f"world size saved {saved}, this run {expected} (resume it with topology.world_size={saved})"]
+    ways = f"resume with --reshard, or use `shardrun reshard`; or go on with topology.world_size={saved}"
+    return [f"world size saved {saved}, this run {expected} ({ways})"]
 
 
 def group_violations(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -28,13 +28,21 @@ def recipe_changes(manifest: Mapping[str, Any], source: str, sha256: str | None)
     return [f"recipe {source} was edited: sha256 saved {before}, now {now}"]
 
 
+def of_world_size(line: str) -> bool:
+    """Whether a line of `changes` is about the world size, which a reshard changes and nothing else."""
+    return line.startswith("topology.world_size:")
+
+
 def refusal(source: Path, changed: Iterable[str]) -> UsageError:
     """The error about going on from `source` with changes that nobody accepted."""
     lines = list(changed)
-    way_out = "go on with the change: --accept-changes; start anew in another folder: --fresh"
-    if any(line.startswith("topology.world_size:") for line in lines):
-        way_out = "a checkpoint goes on at its own world size only; start anew in another folder: --fresh"
-    return UsageError("\n  ".join([f"{source}: this run was trained with another config", *lines, way_out]))
+    ways = []
+    if any(map(of_world_size, lines)):
+        ways.append("go on at the other world size: --reshard, or first `shardrun reshard` and then --resume-from")
+    if not all(map(of_world_size, lines)):
+        ways.append("go on with the change: --accept-changes")
+    ways.append("start anew in another folder: --fresh")
+    return UsageError("\n  ".join([f"{source}: this run was trained with another config", *lines, "; ".join(ways)]))
 
 
 def optimizer_misfits(

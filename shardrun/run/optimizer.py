@@ -18,7 +18,8 @@ from shardrun.errors import ConfigError
 from shardrun.optim.kinds import Declared, Kind, any_kind, takes
 from shardrun.run.model import matching, option_groups
 from shardrun.run.recipe import Recipe
-from shardrun.shard.layout import FlatLayout, Placed, align
+from shardrun.shard.layout import FlatLayout
+from shardrun.shard.owners import planned_order
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.joint_step import StepResult
 from shardrun.step.owned import OwnedOptimizer
@@ -45,23 +46,8 @@ class Placement:
         owners = group["optimizer"].get("owners")
         if owners is None:
             return Placement([placed.path for space in spaces for placed in space.parameters])
-        buckets = [
-            [placed for placed in space.parameters if bucket.start <= placed.offset < bucket.stop]
-            for space in spaces
-            for bucket in space.buckets
-        ]
-        return Placement([path for members in buckets for path in _filled_by_last(members, owners)], dict(owners))
-
-
-def _filled_by_last(members: Sequence[Placed], owners: Mapping[str, int]) -> list[str]:
-    """The paths of a bucket that stands in the order of owners, so that the last one closes it, as it was planned.
-
-    A bucket closes as soon as it is full. Whichever parameter came last when it was planned is the last one of its
-    owner; of these the largest is taken, without which the bucket is not full in any case.
-    """
-    ends = {owners[placed.path]: placed for placed in members}.values()
-    last = max(ends, key=lambda placed: align(placed.numel))
-    return [*(placed.path for placed in members if placed is not last), last.path]
+        buckets = [planned_order(space, bucket, owners) for space in spaces for bucket in space.buckets]
+        return Placement([placed.path for members in buckets for placed in members], dict(owners))
 
 
 def shard_optimizer(

@@ -18,10 +18,11 @@ from torch import Tensor
 from shardrun.checkpoint.commit import Saved, Snapshot, save
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.reshard import RESHARDED
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
-from shardrun.data.seeding import restore_rng, rng_for_device, rng_misfits, rng_states
+from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
 from shardrun.errors import CheckpointError, by_all
 from shardrun.records.fit import group_violations
 from shardrun.records.tensors import host_bytes
@@ -31,6 +32,7 @@ from shardrun.run.exports import write_export
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
+from shardrun.run.resharding import Source
 
 _BUFFER = "buffer/"
 
@@ -130,12 +132,7 @@ def _sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _source(job: Mapping[str, Any]) -> Path:
-    """Where to go on from: the checkpoint or folder that was asked for, or this run's own folder."""
-    return Path(job["options"].get("resume_from") or job["run_dir"])
-
-
-def saved_order(comm: Communicator, job: Mapping[str, Any]) -> Placement | None:
+def saved_order(comm: Communicator, source: Source) -> Placement | None:
     """How the checkpoint that `resume` will take up has placed the parameters; collective.
 
     None where there is none, or where it cannot be read: `resume` says why.
@@ -143,32 +140,31 @@ def saved_order(comm: Communicator, job: Mapping[str, Any]) -> Placement | None:
     found: dict[str, Any] | None = None
     if comm.rank == 0:
         with suppress(CheckpointError, OSError, LookupError, TypeError, AttributeError, ValueError, StopIteration):
-            manifest, _ = read_manifest(next(one.path for one in candidates(_source(job)) if one.complete))
+            manifest, _ = read_manifest(next(one.path for one in candidates(source.path) if one.complete))
             found = asdict(Placement.of(manifest["groups"]["default"]))
     shared = comm.agree("saved placement", found)[0]
     return None if shared is None else Placement(**shared)
 
 
-def resume(built: Built, job: Mapping[str, Any]) -> tuple[Progress, Lineage]:
-    """Take up the newest checkpoint, or the one that was asked for; a new Progress if there is none. Collective.
+def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progress, Lineage]:
+    """Take up the newest checkpoint of `source`; a new Progress if there is none. Collective.
 
     UsageError on all ranks if that one was trained with another config or recipe, unless the job accepts changes.
     """
     options = job["options"]
     accepts = bool(options.get("accept_changes"))
-    source = _source(job)
     expected = _expected(built)
     if accepts:
         del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
-    loaded = load(source, built.comm, expected, allow_fallback=bool(options.get("allow_fallback")))
+    loaded = load(source.path, built.comm, expected, allow_fallback=bool(options.get("allow_fallback")))
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
-    _judge_changes(built, loaded, source, accepts)
+    _judge_changes(built, loaded, source.made_of or source.path, accepts)
     progress = restore(built, loaded, other_device=accepts)
-    built.notes.extend(loaded.notes)
+    built.notes.extend([*source.notes, *loaded.notes])
     run = str(loaded.manifest["run"])
-    return progress, Lineage(run, _attempt(built), loaded.path, options.get("fence"))
+    return progress, Lineage(run, _attempt(built), source.made_of or loaded.path, options.get("fence"))
 
 
 def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
@@ -234,7 +230,8 @@ def _expected(built: Built) -> dict[str, Any]:
 def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Progress:
     """Replace all live state by what was loaded. Refusals of all ranks come first; then nothing can fail.
 
-    `other_device`: what was saved on a CPU may go on on a GPU, and the other way round.
+    `other_device`: what was saved on a CPU may go on on a GPU, and the other way round. A resharded checkpoint holds no
+    random streams: those of this rank begin anew.
     """
     progress, misfits = None, []
     try:
@@ -243,9 +240,10 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
         misfits.append(str(error))
     buffers = named_buffers(built.model)
     streams, notes = rng_for_device(loaded.rank_state) if other_device else (loaded.rank_state, [])
+    anew = RESHARDED in loaded.manifest
     misfits += _data_misfits(built, loaded.manifest.get("data", {}))
     misfits += _buffer_misfits(buffers, loaded.rank_state)
-    misfits += [f"random stream {line}" for line in rng_misfits(streams)]
+    misfits += [] if anew else [f"random stream {line}" for line in rng_misfits(streams)]
     misfits += _parameter_misfits(built, loaded)
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
@@ -256,8 +254,11 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
         targets[name].copy_(tensor)
     for name, buffer in buffers.items():
         buffer.copy_(loaded.rank_state[_BUFFER + name])
-    restore_rng(streams)
-    built.notes.extend(notes)
+    if anew:
+        seed_all(derive_seed(Purpose.RESHARD, built.config.run.seed, progress.step, built.comm.rank))
+    else:
+        restore_rng(streams)
+        built.notes.extend(notes)
     return progress
 
 

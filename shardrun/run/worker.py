@@ -19,6 +19,7 @@ from shardrun.run.journal import Journal
 from shardrun.run.metrics import MetricsFile
 from shardrun.run.model import distinct_parameters
 from shardrun.run.report_tables import start_tables
+from shardrun.run.resharding import Source, find_source
 from shardrun.run.state import resume, saved_order
 from shardrun.run.tether import Tether
 from shardrun.run.trainer import Plan, Trainer
@@ -39,10 +40,11 @@ def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
         comm.observer = lambda phase, collective: tether.status.set(step(), phase, collective)
         install_faults(job["options"].get("fault"), comm, step)
         with comm.timeout(config.topology.save_timeout_s):
-            placement = saved_order(comm, job)
+            source = find_source(comm, job)
+            placement = saved_order(comm, source)
         built = build(config, comm, placement)
         install_faults(job["options"].get("fault"), comm, step, distinct_parameters(built.model))
-        trainer = _trainer(built, job, tether)
+        trainer = _trainer(built, job, source, tether)
         _start_event(trainer)
         already = trainer.finished
         if not already:
@@ -78,13 +80,15 @@ def _seen(comm: Communicator) -> Seen | None:
     return None if seen is None else Seen(seen.kind, seen.collective, seen.seconds, seen.missing, seen.culprit)
 
 
-def _trainer(built: Built, job: Mapping[str, Any], tether: Tether) -> Trainer:
+def _trainer(built: Built, job: Mapping[str, Any], source: Source, tether: Tether) -> Trainer:
     options, run_dir = job["options"], Path(job["run_dir"])
     witness = Witness(built, options["verify"]) if "verify" in options else None
     if witness is not None:
         witness.before_restore()
     with built.comm.timeout(built.config.topology.save_timeout_s):
-        progress, lineage = resume(built, job)
+        progress, lineage = resume(built, job, source)
+    if built.comm.rank == 0:
+        source.discard()
     if witness is not None:
         witness.after_restore(progress)
     if built.comm.rank == 0 and lineage.parent is not None:

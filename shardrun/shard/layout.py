@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,9 +153,9 @@ def plan_layout(entries: Iterable[Entry], bucket_numel: int) -> FlatLayout:
     parameter is one contiguous range of memory.
     """
     spaces = []
-    for (dtype, option_group), members in _by_space(entries).items():
+    for (dtype, option_group), members in by_space(entries).items():
         parameters, buckets, offset = [], [], 0
-        for batch in _batches(members, bucket_numel):
+        for batch in batches(members, bucket_numel):
             begin = offset
             for entry in batch:
                 parameters.append(Placed(entry.path, offset, entry.numel))
@@ -165,42 +165,16 @@ def plan_layout(entries: Iterable[Entry], bucket_numel: int) -> FlatLayout:
     return FlatLayout(tuple(spaces))
 
 
-def plan_owned_layout(
-    entries: Iterable[Entry], owners: Mapping[str, int], bucket_numel: int, world_size: int
-) -> FlatLayout:
-    """Place `entries` so that every rank's slice of a bucket is the whole tensors that it owns (ZeRO-1)."""
-    spaces = []
-    for (dtype, option_group), members in _by_space(entries).items():
-        parameters, buckets, offset = [], [], 0
-        for batch in _batches(members, bucket_numel):
-            begin, sizes = offset, [0] * world_size
-            for entry in sorted(batch, key=lambda one: owners[one.path]):
-                parameters.append(Placed(entry.path, offset, entry.numel))
-                offset += align(entry.numel)
-                sizes[owners[entry.path]] += align(entry.numel)
-            buckets.append(Bucket(begin, offset, tuple(sizes)))
-        spaces.append(Space(dtype, option_group, tuple(parameters), tuple(buckets)))
-    return FlatLayout(tuple(spaces))
-
-
-def balanced_owners(costs: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Path -> owner: the dearest first, each to the rank that has least so far (longest processing time first)."""
-    load = [0] * world_size
-    owners = {}
-    for path, cost in sorted(costs.items(), key=lambda one: -one[1]):
-        owners[path] = min(range(world_size), key=lambda rank: load[rank])
-        load[owners[path]] += cost
-    return owners
-
-
-def _by_space(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Entry]]:
+def by_space(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Entry]]:
+    """The entries of each space, (dtype, option group), in their order."""
     grouped: dict[tuple[str, int], list[Entry]] = {}
     for entry in entries:
         grouped.setdefault((entry.dtype, entry.option_group), []).append(entry)
     return grouped
 
 
-def _batches(members: Iterable[Entry], bucket_numel: int) -> Iterator[list[Entry]]:
+def batches(members: Iterable[Entry], bucket_numel: int) -> Iterator[list[Entry]]:
+    """The entries of a space by buckets: one closes as soon as it holds `bucket_numel` elements or more."""
     batch: list[Entry] = []
     filled = 0
     for entry in members:

@@ -13,7 +13,8 @@ from shardrun.errors import UsageError
 from shardrun.optim.kinds import Declared, OptionGroup, any_kind, check_options, group_of, takes, update_cost
 from shardrun.records.record import Zero1Record
 from shardrun.shard.flat_gradients import Pending
-from shardrun.shard.layout import FlatLayout, balanced_owners, plan_owned_layout
+from shardrun.shard.layout import FlatLayout
+from shardrun.shard.owners import balanced_owners, plan_owned_layout
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.joint_step import StepResult, as_flag
@@ -73,7 +74,9 @@ class SelectedZero1(ShardedOptimizer):
         for share in shares:
             self.split.setdefault(share.kind.name, []).extend(path for path in session.order if path in share.paths)
         share_of = {path: share for share in shares for path in share.paths}
-        costs = {p: update_cost(share_of[p].kind, specs[p].shape, share_of[p].options) for p in session.order}
+        self._costs = costs = {
+            path: update_cost(share_of[path].kind, specs[path].shape, share_of[path].options) for path in session.order
+        }
 
         def space_of(path: str) -> int:
             return group_of(path, groups) + (0 if path in mine else len(groups) + 1)
@@ -232,6 +235,11 @@ class SelectedZero1(ShardedOptimizer):
         recorded and not compared; set it again after `load_record`.
         """
         return Zero1Record(self.record_meta(), self._record_tensors())
+
+    def record_meta(self) -> dict[str, Any]:
+        """As ShardedOptimizer.record_meta, with what an update of each owned tensor costs: owners follow from it."""
+        meta = super().record_meta()
+        return {**meta, "costs": {path: self._costs[path] for path in meta["fragments"]}}
 
     def _described(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "masters": self.masters, "owners": self.owners, **self._owned.summary()}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardrun.checkpoint.reshard import reshard
 from tests.support.training import RECIPES, Trained, document, train, trained
 
 _GATE = str(RECIPES / "train_gate.py")
@@ -41,11 +42,23 @@ def test_c052_a_parameter_without_a_gradient_so_far_is_saved_and_starts_at_step_
 
 
 def test_c070_ranks_with_empty_shares_train_save_and_resume(tmp_path: Path) -> None:
-    """Two elements on four ranks. Another number of ranks is refused (C066) until there is resharding."""
     straight = trained(_gated(tmp_path / "straight", 4))
     trained(_gated(tmp_path / "broken", 4), stop_at=2)
     broken = trained(_gated(tmp_path / "broken", 4))
     assert _same(straight, broken, 3)
+
+
+def test_c070_two_elements_go_from_one_rank_to_four_to_two(tmp_path: Path) -> None:
+    begun = trained(_gated(tmp_path / "run", 1), stop_at=1)
+    at = begun.checkpoint(1)
+    for world_size in (4, 2, 1):
+        at = reshard(at, tmp_path / str(world_size), world_size).path
+    record = "zero2/default/rank-00000-of-00001.safetensors"
+    assert (at / record).read_bytes() == (begun.checkpoint(1) / record).read_bytes()
+    trained(_gated(tmp_path / "run", 4), stop_at=2, reshard=True)
+    done = trained(_gated(tmp_path / "run", 2), reshard=True)
+    straight = trained(_gated(tmp_path / "straight", 2))
+    assert _same(straight, done, 3)  # sums of whole numbers: no order of adding changes a bit
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

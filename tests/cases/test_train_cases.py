@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardrun.checkpoint.inspect import inspect
+from shardrun.checkpoint.reshard import reshard
 from tests.support.training import RECIPES, Trained, document, train, trained
 
 
@@ -245,15 +247,35 @@ def test_c009_state_follows_the_name_when_the_definition_order_changes(tmp_path:
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_c066_another_world_size_is_refused_naming_both(tmp_path: Path, before: int, now: int) -> None:
-    def config(world: int) -> dict[str, Any]:
-        sections = {"train": {"steps": 2, "global_batch_size": 2}}
-        return document(tmp_path, world, sections, samples=[[1.0], [2.0], [3.0], [4.0]])
+def test_c066_another_world_size_is_refused_naming_both_or_exact_if_asked_for(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    def config(world: int, name: str = "run") -> dict[str, Any]:
+        sections = {
+            "optimizer": {"name": "adamw", "lr": 0.1},
+            "train": {"steps": 6, "global_batch_size": 2},
+            "checkpoint": {"every": 3, "keep": 9},
+        }
+        return document(tmp_path / name, world, sections, samples=[[float(x)] for x in range(1, 13)])
 
-    trained(config(before), stop_at=1)
+    straight = trained(config(before, "straight"))
+    begun = trained(config(before), stop_at=3)
     refused = train(config(now))
     assert set(refused.codes) == {3}
     assert f"world size saved {before}, this run {now}" in refused.errors[0]
+    assert "--reshard" in refused.errors[0]
+    done = trained(config(now), reshard=True)
+    again = reshard(begun.checkpoint(3), tmp_path / "out", now).path
+    assert _by_name(again) == _by_name(begun.checkpoint(3))
+    for held, wanted in ((done.model(6), straight.model(6)), (done.state(6), straight.state(6))):
+        assert held.keys() == wanted.keys()
+        assert all(torch.allclose(held[name], wanted[name], rtol=1e-6, atol=0) for name in held)
+
+
+def _by_name(checkpoint: Path) -> list[list[Any]]:
+    found = inspect(checkpoint, verify=True)
+    rows = [*found["model"], *found["groups"]["default"]["state"]]
+    return [[row["name"], row["dtype"], row["shape"], row["sha256"]] for row in rows]
 
 
 def test_c048_an_auxiliary_loss_key_is_rejected(tmp_path: Path) -> None:

@@ -123,7 +123,9 @@ def test_another_world_size_is_refused_naming_both(run_dir: Path, world_size: in
     before = visible(run_dir)
     answers = run_ranks(world_size, load_newest, run_dir)
     assert len(set(answers)) == 1
-    assert f"world size saved 2, this run {world_size} (resume it with topology.world_size=2)" in answers[0]
+    assert (
+        f"world size saved 2, this run {world_size} (resume with --reshard, or use `shardrun reshard`; " in answers[0]
+    )
     assert visible(run_dir) == before
 
 

@@ -60,7 +60,11 @@ def test_what_fits_has_no_violation() -> None:
         ({"version": 2}, "record version saved 2, this run 1"),
         ({"group": "experts"}, "record group saved 'experts', this run 'default'"),
         ({"rank": 1}, "record of rank 1, this is rank 0"),
-        ({"world_size": 4}, "world size saved 4, this run 2 (resume it with topology.world_size=4)"),
+        (
+            {"world_size": 4},
+            "world size saved 4, this run 2 (resume with --reshard, or use `shardrun reshard`; or go on with "
+            "topology.world_size=4)",
+        ),
         ({"contract": contract_with(0, shape=[3, 2])}, "a.weight: shape saved [3, 2], this run [2, 3]"),
         ({"contract": contract_with(0, dtype="bfloat16")}, "a.weight: dtype saved bfloat16, this run float32"),
         ({"contract": contract_with(0, trainable=False)}, "a.weight: saved frozen, this run trainable"),
@@ -194,7 +198,8 @@ def test_groups_numerics_and_any_other_section_are_compared() -> None:
     expected["data"] = {"identity": "x"}
     expected["topology"]["world_size"] = 1
     found = checkpoint_violations(manifest(), expected)
-    assert "world size saved 2, this run 1 (resume it with topology.world_size=2)" in found
+    told = "world size saved 2, this run 1 (resume with --reshard, or use `shardrun reshard`; or go on with "
+    assert f"{told}topology.world_size=2)" in found
     assert "group experts: not in the checkpoint" in found
     assert any(line.startswith("numerics.threads: saved 1, this run 2 (") for line in found)
     assert "data: saved nothing, this run {'identity': 'x'}" in found

@@ -27,7 +27,8 @@ from shardrun.run.progress import Progress
 from shardrun.run.report_tables import names, start_tables
 from shardrun.run.state import Lineage, restore, save_checkpoint
 from shardrun.run.tamper import scramble
-from shardrun.shard.layout import Entry, plan_layout, plan_owned_layout
+from shardrun.shard.layout import Entry, plan_layout
+from shardrun.shard.owners import plan_owned_layout
 from tests.support.training import RECIPES, document
 
 OWN = str(RECIPES / "own_optimizer.py")

@@ -1,0 +1,109 @@
+"""Files copied by byte ranges, both ends hashed on the way, in the memory of one chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardrun.checkpoint.safe_files import open_inside
+from shardrun.errors import CheckpointError
+from shardrun.records.durable import create_file, make_folder, sync_file, write_all
+from shardrun.records.header import FileDigest, read_exactly, read_header_of
+
+CHUNK = 4 << 20
+"""Bytes that are in memory at a time."""
+
+
+class Target:
+    """A new file that is written from its beginning to its end."""
+
+    def __init__(self, path: Path, head: bytes) -> None:
+        make_folder(path.parent, exist_ok=True)
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self._descriptor = create_file(path)
+        self.write(memoryview(head))
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`."""
+        self._digest.update(data)
+        write_all(self._descriptor, data, self._path)
+        self._size += data.nbytes
+
+    def finish(self) -> FileDigest:
+        """Make the file durable; its size and hash."""
+        sync_file(self._descriptor, self._path)
+        return FileDigest(self._size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Close it, finished or not."""
+        os.close(self._descriptor)
+
+
+class Source:
+    """A registered file of a checkpoint, read once from its beginning to its end; what is left out is hashed too.
+
+    CheckpointError where it is not what the manifest says; for the hash that is known only after `finish`.
+    """
+
+    def __init__(self, checkpoint: Path, entry: Mapping[str, Any]) -> None:
+        self._where, self._sha256 = str(checkpoint / entry["path"]), entry["sha256"]
+        self._file = open_inside(checkpoint, entry["path"])
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{self._where}: {entry['bytes']:,} bytes expected, {size:,} found")
+            self.header, self.head = read_header_of(self._file, self._where)
+        except BaseException:
+            self._file.close()
+            raise
+        self._at = self.header.data_offset
+        self._digest = hashlib.sha256(self.head)
+
+    def copy(self, start: int, stop: int, target: Target) -> None:
+        """Give the bytes [start, stop) of the file to `target`; they stand behind what was given before."""
+        if start < self._at:
+            raise CheckpointError(f"{self._where}: its tensors do not stand in the order in which shardrun writes them")
+        self._read_to(start, None)
+        self._read_to(stop, target)
+
+    def finish(self) -> None:
+        """Read the rest, and compare the hash of all."""
+        self._read_to(self.header.file_bytes, None)
+        if (found := self._digest.hexdigest()) != self._sha256:
+            raise CheckpointError(
+                f"{self._where}: sha256 {self._sha256} expected, {found} found: its content was changed"
+            )
+
+    def close(self) -> None:
+        """Close it, finished or not."""
+        self._file.close()
+
+    def _read_to(self, stop: int, target: Target | None) -> None:
+        while self._at < stop:
+            part = memoryview(read_exactly(self._file, min(CHUNK, stop - self._at), self._where))
+            self._digest.update(part)
+            if target is not None:
+                target.write(part)
+            self._at += len(part)
+
+
+def copy_file(checkpoint: Path, staging: Path, entry: Mapping[str, Any]) -> None:
+    """Copy a registered file as it is, below the folder `staging`; durable, and its hash compared."""
+    with contextlib.ExitStack() as opened:
+        source = opened.enter_context(contextlib.closing(Source(checkpoint, entry)))
+        target = opened.enter_context(contextlib.closing(Target(staging / entry["path"], source.head)))
+        source.copy(source.header.data_offset, source.header.file_bytes, target)
+        source.finish()
+        target.finish()
+
+
+def check_file(checkpoint: Path, entry: Mapping[str, Any]) -> None:
+    """Read a registered file of which nothing is copied, for its hash."""
+    with contextlib.closing(Source(checkpoint, entry)) as source:
+        source.finish()

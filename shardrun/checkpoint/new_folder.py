@@ -1,0 +1,67 @@
+"""A folder that is either whole or not there, for what is written outside of a run: a reshard, an export."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardrun.errors import CheckpointError, UsageError
+from shardrun.records.durable import make_folder, remove_tree, rename_new, sync_folder
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, needed: int) -> Iterator[Path]:
+    """A folder to write `needed` bytes into, which becomes `target` by one rename, durably, when the block ends.
+
+    If the block raises, or the process is killed, there is no `target`. What a killed process leaves stands beside it
+    under a hidden name, and goes with the next call for the same target. The block fsyncs its own files.
+    UsageError if `target` is there already; CheckpointError for what the disk does not take, with both sizes.
+    """
+    target = Path(os.path.abspath(target))
+    try:
+        if os.path.lexists(target):
+            raise FileExistsError
+        make_folder(target.parent, exist_ok=True)
+        _clear_leftovers(target)
+        if needed > (free := shutil.disk_usage(target.parent).free):
+            raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free there")
+        staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        make_folder(staging)
+        try:
+            with _held(staging):
+                yield staging
+                for folder, _, _ in os.walk(staging, topdown=False):
+                    sync_folder(Path(folder))
+                rename_new(staging, target)
+            sync_folder(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_tree(staging)
+            raise
+    except FileExistsError:
+        raise UsageError(f"{target}: is there already and is left as it is; give a name that is not taken") from None
+    except OSError as error:
+        told = f"{error.strerror} ({error.filename or 'while writing'})"
+        raise CheckpointError(f"{target}: cannot be written: {told}; {needed:,} bytes are needed there") from error
+
+
+def _clear_leftovers(target: Path) -> None:
+    for left in sorted(target.parent.glob(f".{target.name}.*.part")):
+        with contextlib.suppress(BlockingIOError), _held(left):  # another process may be at work in it
+            remove_tree(left)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process; BlockingIOError if another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

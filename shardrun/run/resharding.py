@@ -1,0 +1,77 @@
+"""What a run goes on from; where it is of another world size and that was asked for, resharded on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.reshard import CLAIM, reshard
+from shardrun.checkpoint.store import CHECKPOINTS, STAGING, candidates
+from shardrun.checkpoint.together import by_root
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CheckpointError
+from shardrun.records.durable import remove_tree
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run folder or a checkpoint to load. `made_of`: the checkpoint that it was made of, by a reshard for this start.
+
+    `notes` are for the user's eyes.
+    """
+
+    path: Path
+    made_of: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def discard(self) -> None:
+        """Remove what was made for this start, once it is loaded; one rank calls it. Else the next save removes it."""
+        if self.made_of is not None:
+            with contextlib.suppress(OSError):
+                remove_tree(self.path)
+
+
+def find_source(comm: Communicator, job: Mapping[str, Any]) -> Source:
+    """Where the job goes on from; collective. With the job's option `reshard`, rank 0 makes it of its world size first.
+
+    CheckpointError on all ranks if what is to be resharded is damaged or cannot be cut.
+    """
+    options = job["options"]
+    asked = Path(options.get("resume_from") or job["run_dir"])
+    if not options.get("reshard"):
+        return Source(asked)
+    scratch = Path(job["run_dir"]) / CHECKPOINTS / STAGING
+    fallback = bool(options.get("allow_fallback"))
+    found = by_root(comm, "reshard", lambda: _at_world_size(asked, scratch, comm.world_size, fallback))
+    made_of = found["made_of"] and Path(found["made_of"])
+    return Source(Path(found["path"]), made_of, tuple(found["notes"]))
+
+
+def _at_world_size(asked: Path, scratch: Path, world_size: int, fallback: bool) -> dict[str, Any]:
+    """The fields of a Source, as plain JSON. What is damaged by its sizes already is left for the load to tell."""
+    notes: list[str] = []
+    for found in candidates(asked):
+        if not found.complete and fallback:
+            notes.append(f"checkpoint {found.path} is damaged: {found.why}")
+            continue
+        if not found.complete:
+            break
+        before = read_manifest(found.path)[0]["topology"]["world_size"]
+        if before == world_size:
+            return {"path": str(found.path), "made_of": None, "notes": notes}
+        target = scratch / f"{found.path.name}.{world_size}-ranks.{secrets.token_hex(4)}"
+        try:
+            done = reshard(found.path, target, world_size)
+        except CheckpointError as error:
+            if not fallback:
+                raise
+            notes.append(str(error))
+            continue
+        notes.append(f"{found.path.name} was resharded from {before} to {world_size} ranks; {CLAIM}")
+        return {"path": str(target), "made_of": str(found.path), "notes": [*notes, *done.notes]}
+    return {"path": str(asked), "made_of": None, "notes": notes}
