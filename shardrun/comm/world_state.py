@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from torch.distributed import DistError
+
 from shardrun.comm.device import DeviceWatch
 from shardrun.comm.group import Group
 from shardrun.comm.history import Call, History
 from shardrun.comm.last_words import Findings, Kind, LastWords, Word, find
 from shardrun.comm.process_group import close_process_groups, set_group_timeout
-from shardrun.errors import CommunicatorError, ShardrunError
+from shardrun.errors import CommunicatorError
 
 Observer = Callable[[str, int], None]
 
@@ -191,10 +193,17 @@ def _kind(error: BaseException, seconds: float, timeout_s: float, begun: bool) -
     """torch has no class of its own for a collective that timed out or whose connection closed."""
     if isinstance(error, TimeoutError) and begun:
         return "timeout"
-    if not begun or not isinstance(error, RuntimeError) or isinstance(error, ShardrunError):
+    if not begun or not _came_over_the_wire(error):
         return "failed"
     said = str(error).lower()
     return "timeout" if "timed out" in said or "timeout" in said or seconds >= 0.95 * timeout_s else "closed"
+
+
+def _came_over_the_wire(error: BaseException) -> bool:
+    """torch has plain RuntimeErrors for what happens between ranks. Its allocator has them for a lack of memory here;
+    other faults of this rank, those of its device among them, have classes of their own."""
+    plain = type(error) is RuntimeError and "can't allocate memory" not in str(error)
+    return plain or isinstance(error, DistError)
 
 
 def _reason(error: BaseException, kind: Kind, seconds: float) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import shardrun as sr
+from shardrun.comm import slices
 from shardrun.comm.config import CommunicatorConfig
 from tests.faults.conftest import Outcomes
 from tests.faults.scenes import GOOD_STEPS, KEEP_GRADIENTS, Told, fail_alone, suffer, suffer_act
@@ -191,6 +192,31 @@ def test_an_exception_on_one_rank_frees_the_others(
     assert {told.culprit for told in every} == {_VICTIM}
     freed_s = max(every[rank].raised_at for rank in _others(world_size)) - victim.raised_at
     assert freed_s < _SOON_S
+    ended(fault, f"{strategy} {world_size}", "all as before the step, peers free", max(0.0, freed_s))
+
+
+def _exhaust_inside_collectives() -> None:
+    def take(self: object, place: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1 << 60)
+
+    slices._Scratch.take = take  # type: ignore[method-assign]
+
+
+@in_the_main_ones
+def test_a_rank_without_memory_inside_a_collective_is_the_culprit(
+    strategy: str, world_size: int, ended: Outcomes
+) -> None:
+    """torch's allocator raises the same class as a connection that breaks."""
+    call = (suffer_act, strategy, _VICTIM, "reduce", _exhaust_inside_collectives)
+    with start_ranks(world_size, *call, comm_timeout_s=_TIMEOUT_S, debug="OFF") as ranks:
+        every = _told(ranks.collect(timeout_s=60))
+    for told in every:
+        _check_failed(told, strategy)
+        assert told.phase == "reduce"
+        assert told.culprit == _VICTIM
+        assert "can't allocate memory" in told.message
+    freed_s = max(every[rank].raised_at for rank in _others(world_size)) - every[_VICTIM].raised_at
+    fault = "8 out of memory inside a collective"
     ended(fault, f"{strategy} {world_size}", "all as before the step, peers free", max(0.0, freed_s))
 
 
