@@ -52,7 +52,7 @@ class Strategy(Protocol):
     step_count: int
     """Committed steps."""
     torn: bool
-    """Whether a commit began and did not end."""
+    """Whether a commit, or the loading of a record, began and did not end."""
     stages_on_gradients: bool
     """Whether `gather` writes to the memory of the pending gradients."""
 
@@ -175,8 +175,8 @@ def require_whole(strategy: Strategy) -> None:
     if strategy.torn:
         step = strategy.step_count + 1
         raise StepFailed(
-            f"a failure inside the commit of step {step} left the state of {strategy.name} half way; "
-            "start again from the last checkpoint",
+            f"a failure inside the commit of step {step}, or while a record was loaded, left the state of "
+            f"{strategy.name} half way; start again from the last checkpoint",
             step=step,
             phase="commit",
             gradients_kept=False,

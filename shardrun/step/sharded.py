@@ -24,6 +24,7 @@ from shardrun.step.joint_step import Part, StepResult, require_whole, run_step
 from shardrun.step.masters import Masters
 from shardrun.step.record_fit import Expected, joint_misfits, judge
 from shardrun.step.slices import make_slice
+from shardrun.step.transaction import signals_deferred
 
 BUCKET_BYTES = 16 << 20
 _Kinds = TypeVar("_Kinds")
@@ -193,9 +194,12 @@ class ShardedOptimizer(ABC):
         held = self.comm.agree(f"load_record of {self.name}", shared, error)
         if joint := joint_misfits(held, self.comm.named):
             raise by_all(ContractError(told + "; ".join(joint)))
-        self.stepper.load_state_tensors(record.tensors)
-        self._masters.load(record.tensors)
-        self.step_count = int(record.meta["step_count"])
+        with signals_deferred():
+            torn, self.torn = self.torn, True  # should the machine fail underway
+            self.stepper.load_state_tensors(record.tensors)
+            self._masters.load(record.tensors)
+            self.step_count = int(record.meta["step_count"])
+            self.torn = torn
 
     def record_meta(self) -> dict[str, Any]:
         """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""

@@ -56,21 +56,26 @@ def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept:
         phase=comm.phase,
         gradients_kept=kept,
         in_doubt=comm.phase in ("vote", "commit"),
-        culprit=_culprit(comm),
+        culprit=_culprit(comm, error),
     )
 
 
-def _culprit(comm: Communicator) -> int | None:
+def _culprit(comm: Communicator, error: BaseException) -> int | None:
     failure = comm.failure
     if failure is None or failure.kind == "failed":  # a world of one is not closed by a failure
-        return (comm.parent or comm).rank
+        while error.__cause__ is not None:
+            error = error.__cause__
+        # Of shardrun's own errors here it is a vote that all ranks counted alike: nobody knows whose fault it was.
+        return None if isinstance(error, CommunicatorError) else (comm.parent or comm).rank
     alone = failure.missing[0] if len(failure.missing) == 1 else None
     return alone if failure.culprit is None else failure.culprit
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Hold back every signal that Python code handles, from the vote to the end of the commit; delivered then.
+    """Hold back every signal that Python code handles until the block is over; delivered then, none is lost.
+
+    For what must not be left half way: from the vote to the end of the commit, and while state is replaced.
 
     Handlers run in the main thread only, so elsewhere there is nothing to hold back.
     """
@@ -78,20 +83,27 @@ def signals_deferred() -> Iterator[None]:
         yield
         return
     held: list[int] = []
+    holding = True
 
     def hold(number: int, frame: FrameType | None) -> None:
-        held.append(number)
+        if holding:
+            held.append(number)
+        else:  # a handler that raised while they were put back has left this one in the place of others
+            handlers[number](number, frame)
 
-    handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
-    handlers = {one: handler for one, handler in handlers.items() if callable(handler)}
-    for one in handlers:
-        signal.signal(one, hold)
+    known = ((one, signal.getsignal(one)) for one in signal.valid_signals())
+    handlers = {int(one): handler for one, handler in known if callable(handler)}
     try:
+        for one in handlers:
+            signal.signal(one, hold)
         yield
     finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-        _deliver(list(dict.fromkeys(held)))
+        holding = False
+        try:
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
+        finally:
+            _deliver(list(dict.fromkeys(held)))
 
 
 def _deliver(numbers: list[int]) -> None:

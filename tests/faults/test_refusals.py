@@ -145,6 +145,7 @@ def test_another_fingerprint_in_the_vote_is_a_failed_vote(strategy: str, world_s
         every: list[Told] = [outcome.value for outcome in ranks.collect(60)]
     for told in every:
         assert (told.kind, told.phase, told.in_doubt, told.poisoned) == ("StepFailed", "vote", True, True)
+        assert told.culprit is None, "all see the same, and nobody can say who it was"
         assert told.whole
         assert told.steps == GOOD_STEPS
         assert "the ranks are in different operations" in told.message
@@ -159,6 +160,7 @@ def test_one_no_in_the_vote_keeps_everybody_before_the_step(strategy: str, world
         every: list[Told] = [outcome.value for outcome in ranks.collect(60)]
     for told in every:
         assert (told.kind, told.phase, told.in_doubt, told.poisoned) == ("StepFailed", "vote", True, True)
+        assert told.culprit is None, "all see the same, and nobody can say who it was"
         assert told.whole
         assert told.steps == GOOD_STEPS
         assert f"{world_size - 1} of {world_size} ranks" in told.message
