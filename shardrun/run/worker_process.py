@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.run import failure, status
-from shardrun.run.kernel import out_of_memory_kills
+from shardrun.run.kernel import RecentKills
 from shardrun.run.outcome import RankEnd
 from shardrun.run.streams import LineSplitter, RankLog
 from shardrun.run.tether import STOP_SIGNALS
@@ -71,14 +71,17 @@ class WorkerProcess:
         self.events = LineSplitter(sys.maxsize)
         self.output = LineSplitter()
         self.ended_by_us = False
-        self._kills_before = out_of_memory_kills()
+        self._kernel_kills = RecentKills()
         for fd in (self.out_fd, event_fd):
             os.set_blocking(fd, False)
         self.end: RankEnd | None = None
 
     def has_left(self) -> bool:
         """Whether the process is over. It stays a zombie, so that its number still means its session."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+            return True
+        self._kernel_kills.look()
+        return False
 
     def kill(self) -> None:
         """Kill the whole session group."""
@@ -97,7 +100,7 @@ class WorkerProcess:
             ended_by_us=self.ended_by_us and code == -signal.SIGKILL,
             time=time.time(),
             host=self.host,
-            by_kernel=code == -signal.SIGKILL and out_of_memory_kills() != self._kills_before,
+            by_kernel=code == -signal.SIGKILL and self._kernel_kills.any(),
         )
         return self.end
 

@@ -118,6 +118,24 @@ def test_the_kernel_counts_what_it_killed_for_want_of_memory(tmp_path: Path, mon
     assert kernel.out_of_memory_kills() == 3
 
 
+def test_what_the_kernel_killed_long_ago_explains_no_death_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, now = tmp_path / "vmstat", 0.0
+    monkeypatch.setattr(kernel, "_COUNTS", counts)
+    counts.write_text("oom_kill 3\n")
+    kills = kernel.RecentKills(lambda: now)
+    assert not kills.any()
+    counts.write_text("oom_kill 4\n")
+    said = []
+    for now in range(60):  # noqa: B007  the clock
+        said.append(kills.any())
+        kills.look()
+    assert said == [second < 23 for second in range(60)]
+    counts.write_text("oom_kill 5\n")
+    assert kills.any()
+
+
 # ---- what an error means -------------------------------------------------------------------------------------------
 
 
