@@ -62,6 +62,8 @@ long: setup
 	SHARDRUN_LONG=1 $(PY) -m pytest -q tests/ranks tests/cli tests/hosts
 	SHARDRUN_LONG=1 $(PY) -m pytest -q tests/faults --long
 	$(PY) -m tests.faults.cost
+	$(PY) -m tests.checkpoints.kills
+	$(PY) -m tests.checkpoints.program_kills
 
 # A hundred random ends of a small run, each gone on from: CYCLES, SEED.
 chaos: setup

@@ -246,9 +246,7 @@ def event_lines(event: Mapping[str, Any]) -> list[str]:
             figures = [f"{key} {_short(value)}" for key, value in shown.items() if value is not None]
             return [f"eval at step {event['step']}: {', '.join(figures)}"]
         case "checkpoint":
-            return [
-                f"saved step {event['step']}: {event['path']} ({_bytes(event['bytes'])}, {_short(event['seconds'])} s)"
-            ]
+            return _checkpoint_lines(event)
         case "warning":
             return [f"[rank {event.get('rank', 0)}] warning: {text}" for text in str(event["text"]).splitlines()]
         case "stopping":
@@ -261,6 +259,18 @@ def event_lines(event: Mapping[str, Any]) -> list[str]:
             return [f"finished at step {event['step']}"]
         case _:
             return str(event.get("text", "")).splitlines()
+
+
+def _checkpoint_lines(event: Mapping[str, Any]) -> list[str]:
+    each, most = event["bytes"], event.get("most")
+    lines = [f"saved step {event['step']}: {event['path']} ({_bytes(each)}, {_short(event['seconds'])} s)"]
+    if most is not None:
+        enough = "" if event["fits"] >= most - 1 else ": NOT enough; free some, or lower checkpoint.keep"
+        lines.append(
+            f"disk: {_bytes(each)} for each of up to {most} checkpoints that stand at a time, "
+            f"and there is room for {event['fits']:,} more{enough}"
+        )
+    return lines
 
 
 class TrainScreen:

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from shardrun.checkpoint.manifest import canonical_json, sha256
-from shardrun.checkpoint.snapshot import PlannedFile, Snapshot, group_sections, model_specs, planned_files
 from shardrun.checkpoint.together import together
-from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
+from shardrun.records.header import TensorBytes, planned_bytes
 
+if TYPE_CHECKING:
+    from shardrun.comm.communicator import Communicator
+
+PARAM_SHA256 = "param_sha256"
 _SHORT = 300
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`files`: what this rank writes. `sections`: the manifest, but for what only the writing can tell. `needed`: bytes
-    of all ranks' files together."""
+class PlannedFile:
+    """A file that this rank will write; `entry` is its line in the manifest, but for bytes and sha256."""
 
+    path: str
+    tensors: dict[str, TensorBytes]
+    metadata: dict[str, str]
+    entry: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Size the file will have."""
+        return planned_bytes(self.tensors, self.metadata)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank will do in a save.
+
+    `files`: what this rank writes. `sections`: the manifest, but for what only the writing can tell. `needed`: bytes of
+    this rank's files, and of all ranks' together once they have agreed. `split`: what the holders of a cut parameter
+    must hold alike: group -> path -> key -> dtype, and value if it is a scalar. `param_sha256` computes, on rank 0 and
+    while it writes, the digest of the parameters that it writes; None if `sections` has it already.
+    """
+
+    step: int
     files: list[PlannedFile]
     sections: dict[str, Any]
     needed: int
+    split: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
+    param_sha256: Callable[[], str] | None = None
 
 
-def agree_on_plan(comm: Communicator, snapshot: Snapshot) -> Plan:
-    """The plan, once all ranks have shown the same step, sections, model, groups and parameter digest; collective."""
+def agree_on_plan(comm: Communicator, make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` gives, once all ranks have shown the same step, sections, model and groups; collective."""
     made: list[Plan] = []
 
     def describe() -> dict[str, Any]:
-        made.append(_make_plan(comm, snapshot))
+        made.append(make())
         return {"needed": made[0].needed, "sections": _brief_sections(made[0].sections)}
 
     answers = together(comm, "checkpoint plan", describe)
@@ -40,23 +67,8 @@ def agree_on_plan(comm: Communicator, snapshot: Snapshot) -> Plan:
         for key, value in _differing(answers[0]["sections"], answer["sections"]).items()
     ]
     if found:
-        raise CheckpointError(f"step {snapshot.step} is not saved because the ranks differ: " + "; ".join(found))
-    return Plan(made[0].files, made[0].sections, sum(answer["needed"] for answer in answers))
-
-
-def _make_plan(comm: Communicator, snapshot: Snapshot) -> Plan:
-    if "param_sha256" not in snapshot.manifest:
-        raise CheckpointError("param_sha256 is missing: every rank has to bring the digest of its parameters")
-    sections = {
-        **snapshot.manifest,
-        "step": snapshot.step,
-        "topology": {**snapshot.manifest.get("topology", {}), "world_size": comm.world_size},
-        "groups": group_sections(snapshot),
-        "model": model_specs(snapshot),
-        "aliases": dict(snapshot.aliases),
-    }
-    files = planned_files(snapshot, comm.rank, comm.world_size)
-    return Plan(files, sections, sum(file.nbytes for file in files))
+        raise CheckpointError(f"step {made[0].step} is not saved because the ranks differ: " + "; ".join(found))
+    return replace(made[0], needed=sum(answer["needed"] for answer in answers))
 
 
 def _brief_sections(sections: dict[str, Any]) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.manifest import MANIFEST, canonical_json, parse_manifest, seal, sha256
-from shardrun.checkpoint.retention import discard, retire
+from shardrun.checkpoint.retention import Retention, discard, retire
 from shardrun.checkpoint.staging import NONCE, cannot_save, require_ownership
 from shardrun.checkpoint.store import LATEST, scan, step_name
 from shardrun.errors import CheckpointError
@@ -33,7 +34,7 @@ class Order:
     sections: dict[str, Any]
     entries: list[dict[str, Any]]
     needed: int
-    keep: int | None
+    retention: Retention
     fence: int | None
 
     @property
@@ -48,15 +49,16 @@ class Order:
 
 
 def publish(order: Order) -> dict[str, Any]:
-    """Make staging the newest checkpoint; {"bytes": all files, "notes": what went wrong after the commit}."""
+    """Make staging the newest checkpoint; {"bytes": all files, "free": in the folder, "notes": on what came after}."""
     try:
         manifest = _write_manifest(order)
+        free = shutil.disk_usage(order.folder).free
         require_ownership(order.run_dir, order.fence)
         _commit(order)
     except OSError as error:
         raise CheckpointError(cannot_save(order.folder, order.needed, error)) from error
     size = sum(entry["bytes"] for entry in order.entries) + len(manifest)
-    return {"bytes": size, "notes": _follow_up(order, sha256(manifest))}
+    return {"bytes": size, "free": free, "notes": _follow_up(order, sha256(manifest))}
 
 
 def _write_manifest(order: Order) -> bytes:
@@ -107,8 +109,7 @@ def _follow_up(order: Order, manifest_sha256: str) -> list[str]:
         replace_file(order.folder / LATEST, canonical_json(hint) + b"\n")
         if order.staging.is_dir():  # what `exchange` put there
             discard(order.folder, order.staging)
-        if order.keep is not None:
-            retire(order.run_dir, order.keep)
+        retire(order.run_dir, order.retention)
     except OSError as error:
         return [f"{order.target}: is saved; afterwards {error.filename or order.folder}: {error.strerror}"]
     return []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardrun.checkpoint.manifest import canonical_json, is_plain_name
+from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
 from shardrun.checkpoint.store import MODEL_FILE, record_file, state_file
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole, piece_violations
-from shardrun.records.header import TensorBytes, planned_bytes
+from shardrun.records.header import TensorBytes
 from shardrun.records.header_parser import DTYPE_NAMES
 from shardrun.records.record import ShardRecord, record_key
 from shardrun.records.tensors import host_bytes, tensor_bytes
@@ -27,8 +30,10 @@ class Snapshot:
     """The state of one rank at a step.
 
     `manifest`: the plain-JSON sections of the manifest, the same on every rank: run, attempt, parent, counters,
-    topology, schedule, data, numerics, config, meaning, param_sha256 (must be there), groups (a group's contract,
-    layout, optimizer and numerics are taken from its record where they are not given).
+    topology, schedule, data, numerics, config, meaning, param_sha256, groups (a group's contract, layout, optimizer
+    and numerics are taken from its record where they are not given). The field `param_sha256` may stand in for the
+    section of that name where the ranks have compared their parameters already: rank 0 gives it the model, while it
+    writes.
     `model`: the whole model by name, tied tensors once; rank 0 writes it, all ranks describe it. `aliases`: further
     names of tied tensors -> the name in `model`. `records`: group -> this rank's record. `rank_state`: this rank's own
     tensors (RNG streams as uint8, rank-local buffers, ...). Tensors are read while `save` runs, never written.
@@ -40,21 +45,46 @@ class Snapshot:
     aliases: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, ShardRecord] = field(default_factory=dict)
     rank_state: Mapping[str, Tensor] = field(default_factory=dict)
+    param_sha256: Callable[[Mapping[str, Tensor]], str] | None = None
+
+    def set_aside(self, rank: int) -> Snapshot:
+        """The same in memory of its own on the host, as far as `rank` writes it: training may go on meanwhile.
+
+        A record is a copy already. Only rank 0 writes the model; the others are asked for its form.
+        """
+        return replace(
+            self,
+            model={name: _host_copy(tensor) for name, tensor in self.model.items()} if rank == 0 else self.model,
+            records={
+                group: ShardRecord(record.meta, {name: tensor.cpu() for name, tensor in record.tensors.items()})
+                for group, record in self.records.items()
+            },
+            rank_state={name: _host_copy(tensor) for name, tensor in self.rank_state.items()},
+        )
 
 
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file that this rank will write; `entry` is its line in the manifest, but for bytes and sha256."""
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    path: str
-    tensors: dict[str, TensorBytes]
-    metadata: dict[str, str]
-    entry: dict[str, Any]
 
-    @property
-    def nbytes(self) -> int:
-        """Size the file will have."""
-        return planned_bytes(self.tensors, self.metadata)
+def plan_of(snapshot: Snapshot, rank: int, world_size: int) -> Plan:
+    """What `rank` does to save its snapshot. CheckpointError if that cannot be."""
+    if PARAM_SHA256 not in snapshot.manifest and snapshot.param_sha256 is None:
+        raise CheckpointError(f"{PARAM_SHA256} is missing: every rank has to bring the digest of its parameters")
+    sections = {
+        **snapshot.manifest,
+        "step": snapshot.step,
+        "topology": {**snapshot.manifest.get("topology", {}), "world_size": world_size},
+        "groups": group_sections(snapshot),
+        "model": model_specs(snapshot),
+        "aliases": dict(snapshot.aliases),
+    }
+    files = planned_files(snapshot, rank, world_size)
+    split = {group: split_state(record) for group, record in snapshot.records.items()}
+    hashes = None
+    if rank == 0 and snapshot.param_sha256 is not None:
+        hashes = partial(snapshot.param_sha256, snapshot.model)
+    return Plan(snapshot.step, files, sections, sum(file.nbytes for file in files), split, hashes)
 
 
 def model_specs(snapshot: Snapshot) -> dict[str, list[Any]]:

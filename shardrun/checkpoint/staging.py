@@ -1,4 +1,4 @@
-"""Steps 2 to 4 of a save: a folder that every rank can see, every rank's files in it, and all outcomes on all ranks."""
+"""Steps 2 to 4 of a save: a folder that every rank can see, every rank's files in it, and what all outcomes say."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrun.checkpoint.lock import read_owner
 from shardrun.checkpoint.manifest import is_plain_name
-from shardrun.checkpoint.plan import Plan
+from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
 from shardrun.checkpoint.retention import clear_leftovers
 from shardrun.checkpoint.safe_files import open_inside
-from shardrun.checkpoint.snapshot import PlannedFile, Snapshot, split_state
 from shardrun.checkpoint.store import CHECKPOINTS, STAGING, step_name
 from shardrun.checkpoint.together import by_root, together
-from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import make_folder, remove_tree, sync_folder, write_file
 from shardrun.records.fit import cover_violations, holds_whole
 from shardrun.records.header import write_safetensors
 
+if TYPE_CHECKING:
+    from shardrun.comm.communicator import Communicator
+
 NONCE = "nonce"
 
 
-def open_staging(run_dir: Path, comm: Communicator, snapshot: Snapshot, needed: int, fence: int | None) -> Path:
+def open_staging(run_dir: Path, comm: Communicator, plan: Plan, fence: int | None) -> Path:
     """Rank 0 clears left-overs, checks the room and makes the folder; every rank reads its nonce back; collective."""
-    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, snapshot, needed, fence))
+    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, plan, fence))
     staging = run_dir / CHECKPOINTS / STAGING / str(made["name"])
 
     def read_back() -> None:
@@ -68,26 +69,26 @@ def require_ownership(run_dir: Path, fence: int | None) -> None:
         raise CheckpointError(f"{run_dir}: is owned by {who} now, not by this run; nothing was published")
 
 
-def _make_staging(run_dir: Path, snapshot: Snapshot, needed: int, fence: int | None) -> dict[str, str]:
+def _make_staging(run_dir: Path, plan: Plan, fence: int | None) -> dict[str, str]:
     require_ownership(run_dir, fence)
     folder = run_dir / CHECKPOINTS
     nonce = secrets.token_hex(16)
-    attempt = str(snapshot.manifest.get("attempt", ""))
-    name = f"{step_name(snapshot.step)}.{attempt if is_plain_name(attempt) else 'unnamed'}.{nonce[:8]}"
+    attempt = str(plan.sections.get("attempt", ""))
+    name = f"{step_name(plan.step)}.{attempt if is_plain_name(attempt) else 'unnamed'}.{nonce[:8]}"
     try:
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         make_folder(folder, exist_ok=True)
         for path in new:
             sync_folder(path.parent)
         clear_leftovers(folder)
-        if needed > shutil.disk_usage(folder).free:
-            raise CheckpointError(cannot_save(folder, needed, "there is not enough room"))
+        if plan.needed > shutil.disk_usage(folder).free:
+            raise CheckpointError(cannot_save(folder, plan.needed, "there is not enough room"))
         make_folder(folder / STAGING / name, exist_ok=True)
         write_file(folder / STAGING / name / NONCE, nonce.encode())
     except OSError as error:
         with contextlib.suppress(OSError):
             remove_tree(folder / STAGING / name)
-        raise CheckpointError(cannot_save(folder, needed, error)) from error
+        raise CheckpointError(cannot_save(folder, plan.needed, error)) from error
     return {"name": name, "nonce": nonce}
 
 
@@ -101,25 +102,26 @@ def cannot_save(folder: Path, needed: int, why: OSError | str) -> str:
     return f"{folder}: cannot save: {cause}; this checkpoint needs {needed:,} bytes, {free}"
 
 
-def write_files(staging: Path, comm: Communicator, plan: Plan, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Every rank writes its files, hashed and fsynced; the manifest lines of all files, on all ranks; collective."""
+def write_files(staging: Path, plan: Plan) -> dict[str, Any]:
+    """Write this rank's files, hashed and fsynced; what the others have to know of them, as plain JSON. Local."""
+    try:
+        entries = [_write_one(staging, file) for file in plan.files]
+        sections = {} if plan.param_sha256 is None else {PARAM_SHA256: plan.param_sha256()}
+        # Whoever wrote a file makes its name durable, so that the rename is the last thing that has to happen.
+        written = {staging / folder for file in plan.files for folder in Path(file.path).parents}
+        for folder in sorted(written, reverse=True):
+            sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(cannot_save(staging.parent.parent, plan.needed, error)) from error
+    return {"entries": entries, "split": plan.split, "sections": sections}
 
-    def write() -> dict[str, Any]:
-        try:
-            entries = [_write_one(staging, file) for file in plan.files]
-            # Whoever wrote a file makes its name durable, so that the rename is the last thing that has to happen.
-            written = {staging / folder for file in plan.files for folder in Path(file.path).parents}
-            for folder in sorted(written, reverse=True):
-                sync_folder(folder)
-        except OSError as error:
-            raise CheckpointError(cannot_save(staging.parent.parent, plan.needed, error)) from error
-        return {"entries": entries, "split": {group: split_state(record) for group, record in snapshot.records.items()}}
 
-    answers = together(comm, "checkpoint files", write)
-    entries = [entry for answer in answers for entry in answer["entries"]]
-    found = _twice(entries) + _uncovered(plan, entries) + _unlike([answer["split"] for answer in answers])
+def joined_entries(plan: Plan, written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The manifest lines of all files, from what `write_files` gave on every rank; CheckpointError if some misfit."""
+    entries = [entry for one in written for entry in one["entries"]]
+    found = _twice(entries) + _uncovered(plan, entries) + _unlike([one["split"] for one in written])
     if found:
-        raise CheckpointError(f"step {snapshot.step} is not saved, its records are not whole: " + "; ".join(found))
+        raise CheckpointError(f"step {plan.step} is not saved, its records are not whole: " + "; ".join(found))
     return entries
 
 

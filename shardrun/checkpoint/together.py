@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardrun.comm.communicator import Communicator
+if TYPE_CHECKING:
+    from shardrun.comm.communicator import Communicator
 
 
 def together(comm: Communicator, tag: str, work: Callable[[], Any]) -> list[Any]:

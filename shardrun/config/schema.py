@@ -153,9 +153,24 @@ class Checkpoint(Section):
     every: Count | None = None
     """Updates between saves; null: at the end only."""
     keep: Count = 2
-    """Checkpoints that stay."""
+    """Newest checkpoints that stay."""
+    keep_every: Count | None = None
+    """Besides them each checkpoint whose step is a multiple of this stays; a multiple of every."""
+    background: Annotated[bool, Field(alias="async")] = False
+    """Write in the background while training goes on; needs host memory for a copy of what a rank writes."""
     resume: Literal["auto", "required"] = "auto"
     """auto: go on if there is something to go on from; required: else it is an error."""
+
+    @classmethod
+    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
+        """What is to stay has to be saved."""
+        every, kept = given.get("every"), given.get("keep_every")
+        if type(kept) is not int or kept < 1:
+            return
+        if every is None:
+            yield Broken("keep_every", f"{kept} has no effect without checkpoint.every")
+        elif type(every) is int and every >= 1 and kept % every:
+            yield Broken("keep_every", f"{kept} is no multiple of checkpoint.every, which is {every}")
 
 
 class Log(Section):

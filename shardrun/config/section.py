@@ -40,6 +40,7 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        serialize_by_alias=True,  # a key that python keeps for itself has another name in the model
         defer_build=True,  # most models of optimizers are never asked for
     )
 
@@ -62,6 +63,11 @@ class Section(BaseModel):
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return section
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """The keys of a section as they are written."""
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def rule_error(text: str) -> PydanticCustomError:

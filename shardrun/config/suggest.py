@@ -13,12 +13,14 @@ from shardrun.config.matrices import Factory
 from shardrun.config.optimizers import FACTORY, OPTIMIZERS, chosen
 from shardrun.config.rest import RESTS
 from shardrun.config.schema import Config
+from shardrun.config.section import keys_of
 
 MODELS: dict[str, type[BaseModel]] = {**OPTIMIZERS, FACTORY: Factory}
 """Every model of an optimizer section, by what `chosen` tells."""
 
 # What other tools call our keys.
 SYNONYMS = {
+    "async_save": "checkpoint.async",
     "accumulation": "train.global_batch_size",
     "accumulation_steps": "train.global_batch_size",
     "batch_size": "train.micro_batch_size",
@@ -99,7 +101,7 @@ def _known(optimizer: Any) -> Iterator[str]:
     for name, field in Config.model_fields.items():
         yield name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from (f"{name}.{key}" for key in field.annotation.model_fields)
+            yield from (f"{name}.{key}" for key in keys_of(field.annotation))
     for model in _models(MODELS, optimizer):
         yield from (f"optimizer.{key}" for key in model.model_fields)
         (group, _) = get_args(model.model_fields["options"].annotation)

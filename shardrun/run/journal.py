@@ -45,14 +45,19 @@ class Journal:
             self._write(row)
             self._tether.send("eval", step=row["step"], **plain(figures))
 
-    def saved(self, saved: Saved) -> None:
-        """A checkpoint is published: the rows so far are those of the run."""
+    def saved(self, saved: Saved, *, most: int | None = None) -> None:
+        """A checkpoint is published: the rows so far are those of the run.
+
+        `most`: how many may stand at one time, to be told with how many more there is room for.
+        """
         if self._metrics is None:
             return
         self._metrics.saved()
         for text in saved.notes:
             self.note(text, once=False)
-        self._tether.send("checkpoint", step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=saved.seconds)
+        room = {} if most is None else {"most": most, "fits": saved.free // saved.bytes}
+        shown = {"step": saved.step, "path": str(saved.path), "bytes": saved.bytes, "seconds": saved.seconds}
+        self._tether.send("checkpoint", **shown, **room)
 
     def note(self, text: str, *, once: bool = True) -> None:
         """Something that the user should know, by default the first time only."""

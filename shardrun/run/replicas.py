@@ -29,17 +29,19 @@ _CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a cor
 _ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
 
 
-def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> None:
+def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> dict[str, str]:
     """Return if every parameter is the same on all ranks, bit for bit; collective, and nothing is changed.
+
+    Gives the digests that were compared, by path; none in a world of one.
 
     DivergenceError on all ranks otherwise, naming the first tensor and the ranks that differ; `prevented` is what does
     not happen then, as its first words. Tied parameters count once; buffers are each rank's own.
     """
     if comm.world_size == 1:
-        return
+        return {}
     digests = {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
     if not comm.compare("replicas", "", {"digests": repr([*digests.items()])}).differing:
-        return
+        return digests
     every: list[dict[str, str]] = comm.agree("replica digests", digests)
     differing = [path for path in sorted(set().union(*every)) if len({held.get(path) for held in every}) > 1]
     first, more = differing[0], f" ({len(differing)} of {len(digests)} parameters in all)" if len(differing) > 1 else ""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrun.checkpoint.commit import Saved, Snapshot, save
+from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.reshard import RESHARDED
@@ -23,15 +23,15 @@ from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
-from shardrun.errors import CheckpointError, by_all
+from shardrun.errors import CheckpointError, DivergenceError, by_all
 from shardrun.records.fit import group_violations
 from shardrun.records.tensors import host_bytes
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
-from shardrun.run.exports import write_export
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
+from shardrun.run.replicas import digest
 from shardrun.run.resharding import Source
 
 _BUFFER = "buffer/"
@@ -47,27 +47,35 @@ class Lineage:
     fence: int | None
 
 
-def save_checkpoint(built: Built, run_dir: Path, progress: Progress, lineage: Lineage) -> Saved:
-    """Publish everything that the next step depends on; collective."""
+def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
+    """Everything that the next step depends on, to be saved; collective.
+
+    `compared`: what `compare_replicas` gave; rank 0 looks whether that is still so of the parameters that it writes.
+    """
     _refuse_grown_buffers(built)
     model = named_tensors(built.model)
     aliases = tied_names(built.model)
     sharded = built.sharded
-    snapshot = Snapshot(
+    return Snapshot(
         step=progress.step,
         manifest=_sections(built, progress, lineage),
         model={name: tensor for name, tensor in model.items() if name not in aliases},
         aliases=aliases,
         records={sharded.name: sharded.to_record()},
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
+        param_sha256=partial(_sha256_of_compared, progress.step, [*distinct_parameters(built.model)], compared),
     )
-    saved = save(run_dir, built.comm, snapshot, keep=built.config.checkpoint.keep, fence=lineage.fence)
-    lineage.parent = saved.path
-    if built.recipe.on_save is not None:
-        if built.comm.rank == 0:
-            write_export(run_dir, saved.path.name, built.recipe.on_save, built.model)
-        built.comm.compare("export written", "")  # waited for as long as for the save that it is part of
-    return saved
+
+
+def _sha256_of_compared(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over the parameters by name, tied ones once."""
+    changed = [name for name in names if compared and digest(model[name]) != compared[name]]
+    if changed:
+        raise DivergenceError(
+            f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(names)} parameters in all) has "
+            "changed since the ranks compared it; look for faulty memory, and for recipe threads that write to it"
+        )
+    return _sha256({name: model[name] for name in names})
 
 
 def _refuse_grown_buffers(built: Built) -> None:
@@ -99,7 +107,6 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "numerics": numerics(built),
         "config": config.model_dump(mode="json"),
         "meaning": meaning(config),
-        "param_sha256": parameter_digest(built),
     }
 
 
@@ -117,11 +124,6 @@ def numerics(built: Built) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "seam": built.comm.seam,
     }
-
-
-def parameter_digest(built: Built) -> str:
-    """sha256 (hex) over all parameters by name, tied ones once; ranks compare it before a save."""
-    return _sha256({name: parameter.data for name, parameter in distinct_parameters(built.model).items()})
 
 
 def _sha256(tensors: Mapping[str, Tensor]) -> str:

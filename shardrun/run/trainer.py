@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardrun.checkpoint.store import CHECKPOINTS
 from shardrun.data.order import Window, windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, StoppedAfterSave
@@ -20,7 +19,8 @@ from shardrun.run.journal import Journal
 from shardrun.run.optimizer import mean_step
 from shardrun.run.progress import Progress
 from shardrun.run.replicas import compare_replicas
-from shardrun.run.state import Lineage, save_checkpoint
+from shardrun.run.saving import Saving
+from shardrun.run.state import Lineage
 from shardrun.run.tether import Tether
 from shardrun.run.witness import Witness
 
@@ -53,20 +53,30 @@ class Trainer:
     """The window under way or just done, for the status."""
     witness: Witness | None = None
     """Looks on in a verification."""
-    _saved_step: int = -1
     _stopping: bool = False
     """Whether any rank was asked to stop: all know it from the same moment on."""
     _hurried: bool = False
     """Whether it was asked from outside, by somebody who waits for the save."""
     _skipped_in_a_row: int = 0
+    _all_waiting: bool = False
+    """Whether every rank has written its part of the save that is under way."""
+    _saving: Saving = field(init=False)
 
     def run(self) -> None:
         """Train to the end, or until somebody asks to stop: then save and raise StoppedAfterSave.
 
         Modules train in the modes in which the recipe left them.
         """
+        step = self.current_step = self.progress.step
+        self._saving = Saving(self.built, self.plan.run_dir, self.lineage, self.journal, self.total_steps, step)
+        try:
+            self._train()
+        except Exception as error:
+            self._settle_after(error)
+            raise
+
+    def _train(self) -> None:
         built, progress = self.built, self.progress
-        self._saved_step = self.current_step = progress.step
         self._make_up_for_validation()
         self._enter_data()
         for window, share in built.loader.windows(progress.position, built.stop_position):
@@ -162,11 +172,7 @@ class Trainer:
         else:
             self._skipped_in_a_row = 0
         progress.step += 1
-        requested = self.tether.stop_requested  # ranks hear of it at different moments: it takes effect in a sum
-        counts = [int(tally.weight), int(requested), int(progress.step == self.plan.stop_at)]
-        loss, (tokens, asked, planned) = sum_over_ranks(built.comm, f"step {progress.step}", float(tally.loss), counts)
-        self._hurried = asked > 0
-        self._stopping = self._hurried or planned > 0
+        loss, tokens = self._sum(tally)
         progress.position = window.next_position
         progress.epoch = window.epoch + 1
         progress.samples += window.samples
@@ -182,6 +188,17 @@ class Trainer:
             "total_tokens": progress.tokens,
             "skipped": skipped,
         }
+
+    def _sum(self, tally: Tally) -> tuple[float, int]:
+        """Loss and weight of the window over all ranks; and what each has seen, known by all from here on."""
+        step, comm = self.progress.step, self.built.comm
+        requested = self.tether.stop_requested  # ranks hear of it at different moments: it takes effect in a sum
+        counts = [int(tally.weight), int(requested), int(step == self.plan.stop_at), int(self._saving.is_waiting)]
+        loss, (tokens, asked, planned, waiting) = sum_over_ranks(comm, f"step {step}", float(tally.loss), counts)
+        self._hurried = asked > 0
+        self._stopping = self._hurried or planned > 0
+        self._all_waiting = waiting == comm.world_size
+        return loss, tokens
 
     @property
     def finished(self) -> bool:
@@ -202,12 +219,15 @@ class Trainer:
     def _after_window(self) -> None:
         """Validate and save where it is due; raises StoppedAfterSave where somebody asked to stop."""
         config, progress, last = self.built.config, self.progress, self.finished
+        if self._all_waiting:
+            self._saving.advance()
         # The last one before the save, whoever waits: once there is a checkpoint of it the run counts as finished.
         if (last and config.eval.at_end) or (self._due(config.eval.every) and (last or not self._hurried)):
             self._evaluate(may_leave=not last)
-        if self._stopping or last or not self._holds_checkpoint() or self._due(config.checkpoint.every):
-            self._save()
-            self._stopping |= self._saved_step == progress.step and self._asked_to_stop()
+        ending = self._stopping or last
+        if self.plan.saves and (ending or not self._saving.has_begun or self._due(config.checkpoint.every)):
+            self._saving.save(progress, wait=ending)
+            self._stopping |= self._asked_to_stop()
         leaving = self._stopping and not last
         if self.witness is not None:
             self.witness.after_window(progress, leaving=leaving or last)
@@ -220,13 +240,9 @@ class Trainer:
         return self.built.comm.compare("stop after the save", "", sums=[asked]).sums[0] > 0
 
     def _leave(self) -> NoReturn:
+        self._saving.settle()
         self.tether.send("stopped", step=self.progress.step, path=str(self.lineage.parent))
         raise StoppedAfterSave(f"stopped after step {self.progress.step}")
-
-    def _holds_checkpoint(self) -> bool:
-        """Whether there is one in the run's own folder: a branch from elsewhere has none at first."""
-        parent = self.lineage.parent
-        return parent is not None and parent.resolve().parent == (self.plan.run_dir / CHECKPOINTS).resolve()
 
     def _make_up_for_validation(self) -> None:
         """Do the validation that a hurried stop left out after the window that the run goes on from; collective."""
@@ -252,16 +268,17 @@ class Trainer:
                 row |= self.built.recipe.metrics(found.loss, found.tokens)
         self.journal.validation(row, {"loss": found.loss, "tokens": found.tokens, "bits_per_byte": found.bits_per_byte})
 
-    def _save(self) -> None:
-        if not self.plan.saves or self._saved_step == self.progress.step:
+    def _settle_after(self, error: Exception) -> None:
+        """Publish what is under way, as long as all ranks have come to the same end and can still talk."""
+        comm, phase = self.built.comm, self.built.comm.phase
+        together = comm.world_size == 1 or (isinstance(error, ShardrunError) and error.agreed)
+        if not together or comm.is_poisoned:
             return
-        self.built.comm.enter("save")
-        compare_replicas(self.built.comm, self.built.model, f"step {self.progress.step} is not saved")
-        with self.built.comm.timeout(self.built.config.topology.save_timeout_s):
-            saved = save_checkpoint(self.built, self.plan.run_dir, self.progress, self.lineage)
-        self._saved_step = self.progress.step
-        self.built.comm.enter("between steps")
-        self.journal.saved(saved)
+        try:
+            self._saving.settle()
+        except ShardrunError as lost:
+            error.add_note(f"besides, the checkpoint that was being written is lost: {lost}")
+        comm.enter(phase)  # the one that failed
 
     @property
     def total_steps(self) -> int | None:

@@ -40,6 +40,7 @@ VARIANTS = {
     "zero2": ("optimizer.strategy=zero2",),
     "zero1": ("optimizer.strategy=zero1",),
     "zero2 in bf16": ("optimizer.strategy=zero2", "precision.parameters=bf16"),
+    "zero2 saved in the background": ("optimizer.strategy=zero2", "checkpoint.async=true"),
 }
 STEPS = 60
 _PATIENT = "topology.timeout_s=30"  # a loaded machine may be slow, and that is no fault

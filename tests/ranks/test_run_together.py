@@ -15,13 +15,12 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
 from shardrun.errors import CheckpointError
 from shardrun.run.build import build
-from shardrun.run.progress import Progress
-from shardrun.run.state import Lineage, restore, save_checkpoint
+from shardrun.run.state import restore
 from shardrun.run.tether import Tether
 from shardrun.run.worker import run_worker
 from tests.support.rank_process import Seat
 from tests.support.ranks import run_ranks
-from tests.support.training import RECIPES, document, train
+from tests.support.training import RECIPES, document, save_now, train
 
 NET = str(RECIPES / "run_net.py")
 
@@ -113,7 +112,7 @@ def _restore_with_a_broken_stream(comm: Communicator, job: dict[str, Any], broke
     from shardrun.checkpoint.load import load
 
     built = build(from_mapping(job["config"]), comm)
-    saved = save_checkpoint(built, Path(job["run_dir"]), Progress(step=1), Lineage("run", "attempt", None, None))
+    saved = save_now(built, Path(job["run_dir"]), 1)
     loaded = load(saved.path, comm, {})
     assert loaded is not None
     if comm.rank == broken:

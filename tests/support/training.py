@@ -118,3 +118,13 @@ def _work(seat: Seat, job: Mapping[str, Any]) -> tuple[int, str, list[dict[str, 
         events,
         (tether.status.status.step, tether.status.status.phase),
     )
+
+
+def save_now(built: Any, run_dir: Path, step: int) -> Any:
+    """Save the live state of `built` as that of `step`; collective."""
+    from shardrun.checkpoint.commit import save
+    from shardrun.run.progress import Progress
+    from shardrun.run.state import Lineage, snapshot_of
+
+    lineage = Lineage("run", "attempt", None, None)
+    return save(run_dir, built.comm, snapshot_of(built, Progress(step=step), lineage, {}))

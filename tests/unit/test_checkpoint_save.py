@@ -21,7 +21,7 @@ from shardrun.checkpoint.commit import save
 from shardrun.checkpoint.load import load
 from shardrun.checkpoint.lock import RunLock
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest
-from shardrun.checkpoint.retention import retire
+from shardrun.checkpoint.retention import Retention, retire
 from shardrun.checkpoint.snapshot import Snapshot
 from shardrun.checkpoint.store import CHECKPOINTS, LATEST, newest, read_latest, scan, step_name
 from shardrun.comm.communicator import Communicator
@@ -45,6 +45,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert saved.path == tmp_path / CHECKPOINTS / "step-0000000003"
     assert saved.bytes == sum(path.stat().st_size for path in saved.path.rglob("*") if path.is_file())
     assert saved.notes == ()
+    assert 0 < saved.free <= shutil.disk_usage(tmp_path).total
     found = load(tmp_path, COMM, state.expected())
     assert found is not None
     assert state.same_tensors(found.records["default"].tensors, state.record(0, 1).tensors) == []
@@ -91,7 +92,7 @@ def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
     with pytest.raises(UsageError, match=f"keep {keep}: at least 1"):
         save(tmp_path, COMM, state.snapshot(), keep=keep)
     with pytest.raises(UsageError, match=f"keep {keep}: at least 1"):
-        retire(tmp_path, keep)
+        retire(tmp_path, Retention(keep))
     assert not list(tmp_path.iterdir())
 
 
@@ -112,6 +113,18 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (2, 3):
         put(tmp_path, step, keep=1)
     assert [(found.step, found.complete) for found in scan(tmp_path)] == [(3, True), (1, False)]
+
+
+def test_multiples_stay_besides_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        put(tmp_path, step, keep=2, keep_every=3)
+    assert [found.step for found in scan(tmp_path)] == [7, 6, 3]
+    put(tmp_path, 8, keep=1, keep_every=3)
+    assert [found.step for found in scan(tmp_path)] == [8, 6, 3]
+    put(tmp_path, 9, keep=1)
+    assert [found.step for found in scan(tmp_path)] == [9]
+    with pytest.raises(UsageError, match="keep_every 0: steps are counted"):
+        put(tmp_path, 10, keep=1, keep_every=0)
 
 
 def test_keep_none_keeps_all(tmp_path: Path) -> None:

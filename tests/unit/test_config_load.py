@@ -141,6 +141,17 @@ def test_an_unknown_key_beside_an_optimizer_without_a_name_is_told(folder: Path)
         ("recipe_args: {a: [1, .nan]}", "recipe_args: nan is not finite"),
         ("data: !!python/object:os.x {}", "c.yaml:9:7: data: the tag tag:yaml.org,2002:python/object:os.x is not"),
         ("data: !!int abc", "c.yaml:9:7: data: invalid literal for int()"),
+        ("checkpoint: {every: 3, keep_every: 5}", "checkpoint.keep_every: 5 is no multiple of checkpoint.every, which"),
+        ("checkpoint: {keep_every: 5}", "c.yaml:9:26: checkpoint.keep_every: 5 has no effect without checkpoint.every"),
+        ("checkpoint: {async: 1}", "c.yaml:9:21: checkpoint.async: needs true or false, found 1; write true"),
+        (
+            "checkpoint: {background: true}",
+            "checkpoint.background: unknown key (found true); known here: every, keep, ",
+        ),
+        (
+            "checkpoint: {asinc: true}",
+            "c.yaml:9:14: checkpoint.asinc: unknown key (found true); did you mean checkpoint.async?",
+        ),
         ("5: x", "c.yaml:9:1: config: a key has to be text, found '5'; put it in quotes"),
         ("? [a]\n: x", "c.yaml:9:3: config: a key has to be text, found a sequence"),
         ("<<: {a: 1}", "c.yaml:9:1: <<: merge keys are not read; write the keys out"),
@@ -384,6 +395,14 @@ def test_any_value_under_any_key_is_a_config_or_a_config_error(
         refused = []
         assert from_mapping(config.model_dump(mode="json")) == config
     assert all(": " in problem for problem in refused)
+
+
+def test_a_key_that_python_keeps_for_itself_is_written_as_it_is_read(folder: Path) -> None:
+    config = load(written(folder, GOOD), ["checkpoint.async=true", "checkpoint.every=5", "checkpoint.keep_every=10"])
+    assert config.checkpoint.background
+    assert "  keep_every: 10\n  async: true\n" in resolved_yaml(config)
+    assert load(written(folder, resolved_yaml(config))).checkpoint == config.checkpoint
+    assert "async" in Config.model_json_schema()["$defs"]["Checkpoint"]["properties"]
 
 
 def test_from_mapping_names_what_is_wrong() -> None:

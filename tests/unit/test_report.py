@@ -62,6 +62,12 @@ def test_every_event_reads_as_plain_lines() -> None:
             "event": "eval", "step": 4, "loss": 2.1234, "tokens": 70, "bits_per_byte": None},
         "saved step 4: p (1.23 MB, 0.5 s)": {
             "event": "checkpoint", "step": 4, "path": "p", "bytes": 1234567, "seconds": 0.5},
+        "saved step 1: p (1.23 MB, 0.5 s)|disk: 1.23 MB for each of up to 3 checkpoints that stand at a time, and "
+        "there is room for 2,000 more": {
+            "event": "checkpoint", "step": 1, "path": "p", "bytes": 1234567, "seconds": 0.5, "most": 3, "fits": 2000},
+        "saved step 1: p (1.23 MB, 0.5 s)|disk: 1.23 MB for each of up to 3 checkpoints that stand at a time, and "
+        "there is room for 1 more: NOT enough; free some, or lower checkpoint.keep": {
+            "event": "checkpoint", "step": 1, "path": "p", "bytes": 1234567, "seconds": 0.5, "most": 3, "fits": 1},
         "[rank 1] warning: a|[rank 1] warning: b": {"event": "warning", "rank": 1, "text": "a\nb"},
         "stopped at step 4, saved as p": {"event": "stopped", "step": 4, "path": "p"},
         "finished at step 10": {"event": "finished", "step": 10, "already": False},

@@ -23,13 +23,12 @@ from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters
 from shardrun.run.optimizer import Placement, mean_step
 from shardrun.run.probe import live_leaves
-from shardrun.run.progress import Progress
 from shardrun.run.report_tables import names, start_tables
-from shardrun.run.state import Lineage, restore, save_checkpoint
+from shardrun.run.state import restore
 from shardrun.run.tamper import scramble
 from shardrun.shard.layout import Entry, plan_layout
 from shardrun.shard.owners import plan_owned_layout
-from tests.support.training import RECIPES, document
+from tests.support.training import RECIPES, document, save_now
 
 OWN = str(RECIPES / "own_optimizer.py")
 GROUP = {"match": ["*.bias"], "lr_scale": 0.5}
@@ -117,7 +116,7 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(
     before = live(straight)
     for number in range(2):
         step(straight, number)
-    saved = save_checkpoint(straight, tmp_path, Progress(step=2), Lineage("run", "attempt", None, None))
+    saved = save_now(straight, tmp_path, 2)
     at_save = live(straight)
     assert not any(torch.equal(before[name], at_save[name]) for name in before if name.endswith("/leaf"))
     step(straight, 2)
@@ -189,7 +188,7 @@ def test_owned_state_is_shown_in_its_own_shapes(tmp_path: Path, capsys: pytest.C
     one = built(tmp_path, section("Rows of matrices"), precision={"parameters": "bf16"})
     for number in range(2):
         step(one, number)
-    saved = save_checkpoint(one, tmp_path, Progress(step=2), Lineage("run", "attempt", None, None))
+    saved = save_now(one, tmp_path, 2)
     found = inspect(saved.path, verify=True)
     assert found["problems"] == []
     assert {file["path"] for file in found["files"] if file["role"] == "record"} == {

@@ -18,8 +18,8 @@ from shardrun.errors import CheckpointError
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters, named_buffers
 from shardrun.run.progress import Progress
-from shardrun.run.state import Lineage, parameter_digest, restore, save_checkpoint
-from tests.support.training import RECIPES, document
+from shardrun.run.state import Lineage, restore, snapshot_of
+from tests.support.training import RECIPES, document, save_now
 
 
 def _built(folder: Path, **sections: Any) -> Built:
@@ -32,7 +32,7 @@ def _built(folder: Path, **sections: Any) -> Built:
 
 
 def _saved(built: Built, folder: Path) -> Loaded:
-    saved = save_checkpoint(built, folder, Progress(step=1), Lineage("run", "attempt", None, None))
+    saved = save_now(built, folder, 1)
     loaded = load(saved.path, built.comm, {})
     assert loaded is not None
     return loaded
@@ -58,13 +58,19 @@ def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def test_the_digest_is_of_parameters_alone_each_once(tmp_path: Path) -> None:
     built = _built(tmp_path)
-    before = parameter_digest(built)
+
+    def digest() -> str:
+        snapshot = snapshot_of(built, Progress(step=1), Lineage("run", "attempt", None, None), {})
+        assert snapshot.param_sha256 is not None
+        return snapshot.param_sha256(snapshot.model)
+
+    before = digest()
     with torch.no_grad():
         for buffer in built.model.buffers():  # of a module under two names, the first of which is not the sorted one
             buffer.add_(1)
-        assert parameter_digest(built) == before
+        assert digest() == before
         built.model.get_parameter("norm_b.bias").add_(1)
-    assert parameter_digest(built) != before
+    assert digest() != before
 
 
 def test_a_restore_brings_everything_back(tmp_path: Path) -> None:
