@@ -46,6 +46,13 @@ class Failure:
     """Ranks (of the world) that should have come and said nothing."""
     culprit: int | None = None
     """The rank (of the world) that failed by a fault of its own, if one said so."""
+    unheard: bool = False
+    """Whether the others could not be heard, because the store is lost: of `missing` it is known, of the rest not."""
+
+    def blamed(self, world_size: int) -> int | None:
+        """The rank that failed by a fault of its own, or the only one that is missing; None if that is not known."""
+        alone = self.missing[0] if len(self.missing) == 1 and (world_size == 2 or not self.unheard) else None
+        return alone if self.culprit is None else self.culprit
 
 
 class WorldState:
@@ -153,7 +160,8 @@ class WorldState:
         found = self._findings(word, call.ranks)
         assert self.failure is not None
         cause = "; ".join(filter(None, (self.failure.cause, found.text)))
-        self.failure = replace(self.failure, cause=cause, missing=found.missing, culprit=found.culprit)
+        unheard = self._words is not None and self._words.lost != ""
+        self.failure = replace(self.failure, cause=cause, missing=found.missing, culprit=found.culprit, unheard=unheard)
         return cause
 
     def _findings(self, word: Word, ranks: Sequence[int]) -> Findings:

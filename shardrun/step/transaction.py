@@ -61,14 +61,13 @@ def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept:
 
 
 def _culprit(comm: Communicator, error: BaseException) -> int | None:
-    failure = comm.failure
+    world, failure = comm.parent or comm, comm.failure
     if failure is None or failure.kind == "failed":  # a world of one is not closed by a failure
         while error.__cause__ is not None:
             error = error.__cause__
         # Of shardrun's own errors here it is a vote that all ranks counted alike: nobody knows whose fault it was.
-        return None if isinstance(error, CommunicatorError) else (comm.parent or comm).rank
-    alone = failure.missing[0] if len(failure.missing) == 1 else None
-    return alone if failure.culprit is None else failure.culprit
+        return None if isinstance(error, CommunicatorError) else world.rank
+    return failure.blamed(world.world_size)
 
 
 @contextmanager
