@@ -155,16 +155,32 @@ def reshard_command(
 
 @app.command("verify-resume")
 def verify_resume(
-    config: ConfigFile,
+    target: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN_DIR", help="Config file, or folder of a run.", show_default=False)
+    ],
     overrides: Overrides = None,
     json: Json = False,
+    first: Annotated[
+        str | None, typer.Option("--from", metavar="STEP", help="Of a run: replay from here.", show_default=False)
+    ] = None,
+    last: Annotated[
+        str | None, typer.Option("--to", metavar="STEP", help="Of a run: replay up to here.", show_default=False)
+    ] = None,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page of text.", show_default=False)
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the scratch folders.")] = False,
     tamper: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Prove that stop and resume equals never having stopped, bit for bit; exit 4 and the first difference if not."""
+    """Prove that stop and resume equals never having stopped, bit for bit; exit 4 and the first difference if not.
+
+    Of a config: it is run straight, and stopped twice. Of a run's own folder: it is replayed in scratch from one of its
+    checkpoints to a later one (the last two, unless others are named), and both are compared.
+    """
     from shardrun.cli import verify_resume as command
 
-    _end(lambda: command.run(config, overrides or [], json, keep, tamper), json)
+    ask = command.Ask(json, keep, tamper, first, last, report_file)
+    _end(lambda: command.run(target, overrides or [], ask), json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`shardrun verify-resume`: prove that stop and resume equals never having stopped."""
+"""`shardrun verify-resume`: prove that stop and resume equals never having stopped, of a config or of a real run."""
 
 from __future__ import annotations
 
@@ -6,49 +6,66 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardrun import report
+from shardrun.checkpoint.manifest import read_manifest
 from shardrun.config.load import load
-from shardrun.errors import LaunchError
-from shardrun.run.comparison import Row
+from shardrun.errors import LaunchError, UsageError
+from shardrun.run.legs import LegFailed
+from shardrun.run.lineage import choose
+from shardrun.run.proof import Compared, Proof, facts_of, limits
+from shardrun.run.replay import Replay
 from shardrun.run.stops import DEFAULT_WINDOWS
-from shardrun.run.verify import LegFailed, Verdict, Verification
+from shardrun.run.verify import Verdict, Verification
 
 _LENGTHS = ("train.steps=", "train.epochs=")
 
 
-def run(config: Path, overrides: list[str], json: bool, keep: bool = False, tamper: str | None = None) -> int:
-    """Run the proof and return 0 or 4, or the exit code of a leg that failed. Raises ConfigError before anything runs.
+@dataclass(frozen=True)
+class Ask:
+    """What the command line asked for. `first` and `last` name the checkpoints of a run folder to replay between."""
 
-    At most DEFAULT_WINDOWS windows are run, unless an override gives the length of the run.
+    json: bool = False
+    keep: bool = False
+    tamper: str | None = None
+    first: str | None = None
+    last: str | None = None
+    report: Path | None = None
+
+
+def run(target: Path, overrides: list[str], ask: Ask) -> int:
+    """Prove `target`, a config or the folder of a run; 0 or 4, or the exit code of a leg that failed.
+
+    Raises before anything runs: ConfigError, UsageError, CheckpointError. Of a config at most DEFAULT_WINDOWS windows
+    are run, unless an override gives the length of the run.
     """
-    settings = load(config, overrides)
-    most = None if any(word.startswith(_LENGTHS) for word in overrides) else DEFAULT_WINDOWS
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)  # of a torchrun around this; the legs have processes of their own
-    scratch = _scratch()
-    verification = Verification(
-        settings, scratch, _Quiet(json), most=most, tamper=tamper, say=(lambda text: None) if json else report.line
-    )
-    failed = False
+    if ask.report is not None and not ask.report.resolve().parent.is_dir():
+        raise UsageError(f"--report {ask.report}: there is no folder {ask.report.resolve().parent}")
+    prove = _of_run(target, overrides, ask) if target.is_dir() else _of_config(target, overrides, ask)
+    scratch, failed = _scratch(), False
     try:
-        verdict = verification.run()
+        proof = prove(scratch)
     except LegFailed as error:
         failed = True
-        _show_failure(error, shlex.join(["shardrun", "verify-resume", str(config), *overrides]), json)
+        _show_failure(error, shlex.join(["shardrun", "verify-resume", str(target), *overrides]), ask.json)
         return error.exit_code
     finally:
-        if not (keep or failed):
+        if not (ask.keep or failed):
             shutil.rmtree(scratch, ignore_errors=True)
-    kept = scratch if keep else None
-    if json:
-        report.json_document({**verdict.to_json(), "not_covered": _not_covered(verdict), "scratch": kept})
+    kept = scratch if ask.keep else None
+    if ask.report is not None:
+        _write(ask.report, proof)
+    if ask.json:
+        report.json_document({**proof.to_json(), "scratch": kept})
     else:
-        _show(verdict, kept)
-    return verdict.exit_code
+        _show(proof, kept, ask.report)
+    return proof.exit_code
 
 
 def _scratch() -> Path:
@@ -58,57 +75,113 @@ def _scratch() -> Path:
         raise LaunchError(f"no scratch folder: {error.strerror}; point TMPDIR to a folder with room") from error
 
 
-def _show(verdict: Verdict, kept: Path | None) -> None:
-    plan, ranks = verdict.plan, verdict.world_size
-    if plan.first:
-        report.line(f"began with window {plan.first + 1} of epoch 1, so that epoch 2 begins between the stops")
-    report.line()
-    rows = [[row.what, f"{row.values:,}" if row.values else "none", _verdict(row)] for row in verdict.rows]
-    stops = " and ".join(map(str, plan.stops))
-    title = f"compared on {ranks} rank{'s' * (ranks > 1)}: before and after the stops at {stops}, and at the end"
-    report.table(title, ["what", "values", "verdict"], rows)
-    report.line()
-    for hint in verdict.hints:
-        report.line(f"note: {hint}")
-    for text in _not_covered(verdict):
-        report.line(f"not covered: {text}")
-    if kept is not None:
-        report.line(f"scratch folders: {kept}")
-    if verdict.first is None:
-        report.line(
-            f"bit-identical: stopped at {stops} and resumed in fresh processes, the run is the one that never stopped, "
-            f"in all {verdict.values:,} values"
-        )
-        return
-    report.error(f"NOT identical. First difference: {verdict.first}")
-    if verdict.first.when == "before the stop" and verdict.first.step <= plan.stops[0]:
-        report.error("nothing had been restored yet: the run differs from itself, so a resume cannot be exact either")
-    if verdict.stopped_early:
-        report.error("the legs after it were not run")
+def _write(path: Path, proof: Proof) -> None:
+    try:
+        path.write_text(proof.to_text(), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--report {path}: cannot be written: {error.strerror}; verdict: {proof.verdict}") from error
 
 
-def _verdict(row: Row) -> str:
-    if row.first is not None:
-        return f"differs at step {row.first.step}, {row.first.when}, rank {row.first.rank}"
-    return "bit-identical" if row.values else "-"
+# ---- of a run --------------------------------------------------------------------------------------------------------
 
 
-def _not_covered(verdict: Verdict) -> list[str]:
-    plan = verdict.plan
+def _of_run(run_dir: Path, overrides: list[str], ask: Ask) -> Callable[[Path], Proof]:
+    if overrides or ask.tamper:
+        raise UsageError(f"{run_dir} is the folder of a run, which is replayed as it was; leave {overrides} out")
+    pair = choose(run_dir, ask.first, ask.last)
+
+    def prove(scratch: Path) -> Proof:
+        with report.Reading() as meter:
+            return Replay(pair, scratch, _Quiet(), say=_say(ask), meter=meter).run()
+
+    return prove
+
+
+# ---- of a config -----------------------------------------------------------------------------------------------------
+
+
+def _of_config(config: Path, overrides: list[str], ask: Ask) -> Callable[[Path], Proof]:
+    if ask.first is not None or ask.last is not None:
+        raise UsageError(f"--from and --to name checkpoints of a run; {config} is not the folder of one")
+    settings = load(config, overrides)
+    most = None if any(word.startswith(_LENGTHS) for word in overrides) else DEFAULT_WINDOWS
+
+    def prove(scratch: Path) -> Proof:
+        began = time.monotonic()
+        verification = Verification(settings, scratch, _Quiet(), most=most, tamper=ask.tamper, say=_say(ask))
+        verdict = verification.run()
+        last = verification.last_checkpoint
+        return _proof(f"config {config}", verdict, last, time.monotonic() - began)
+
+    return prove
+
+
+def _proof(subject: str, verdict: Verdict, last: Path | None, seconds: float) -> Proof:
+    """The report of a verdict; `last` is a checkpoint that the verification made."""
+    plan, manifest = verdict.plan, None if last is None else read_manifest(last)[0]
     whole = plan.total is not None and plan.end >= plan.total
     length = "" if plan.total is None else f" of {plan.total}"
     windows = [] if whole else [f"windows beyond the {plan.end}{length} that were run (train.steps=N runs N of them)"]
-    return [
-        *windows,
-        "another machine, world size or version of torch",
-        "what the recipe takes from outside itself (clock, network, files that change): "
-        "a change is seen only if it falls into these windows",
-    ]
+    not_claimed = [*windows, *limits(manifest, unsteady=verdict.unsteady)]
+    stops = " and ".join(map(str, plan.stops))
+    hints = list(verdict.hints)
+    if plan.first:
+        hints.insert(0, f"began with window {plan.first + 1} of epoch 1, so that epoch 2 begins between the stops")
+    if verdict.first and verdict.first.when == "before the stop" and verdict.first.step <= plan.stops[0]:
+        hints.append("nothing had been restored yet: the run differs from itself, so a resume cannot be exact either")
+    if verdict.stopped_early:
+        hints.append("the legs after the difference were not run")
+    ranks = f"{verdict.world_size} rank{'s' * (verdict.world_size > 1)}"
+    return Proof(
+        f"{subject}: {plan.end} windows on {ranks}, compared before and after the stops at {stops} and at the end",
+        f"stopped at {stops} and resumed in fresh processes, the run is the one that never stopped",
+        [Compared(row.what, row.values, None if row.first is None else str(row.first)) for row in verdict.rows],
+        None if verdict.first is None else str(verdict.first),
+        {} if manifest is None else facts_of(manifest),
+        not_claimed,
+        seconds,
+        hints,
+        {"mode": "config", "not_covered": not_claimed, **verdict.to_json()},
+    )
+
+
+# ---- the screen ------------------------------------------------------------------------------------------------------
+
+
+def _say(ask: Ask) -> Callable[[str], None]:
+    return (lambda text: None) if ask.json else report.line
+
+
+def _show(proof: Proof, kept: Path | None, written: Path | None) -> None:
+    report.line()
+    rows = [[row.what, f"{row.values:,}" if row.values else "none", _verdict(row)] for row in proof.rows]
+    report.table(proof.subject, ["what", "values", "verdict"], rows)
+    report.line()
+    for row in proof.rows:
+        if row.first:
+            report.line(f"{row.what} differ: {row.first}")
+    for hint in proof.hints:
+        report.line(f"note: {hint}")
+    for text in proof.not_claimed:
+        report.line(f"not claimed: {text}")
+    if kept is not None:
+        report.line(f"scratch folders: {kept}")
+    if written is not None:
+        report.line(f"report: {written}")
+    if proof.first is None:
+        report.line(f"bit-identical: {proof.claim}, in all {proof.values:,} values ({proof.seconds:.1f} s)")
+    else:
+        report.error(f"NOT identical. First difference: {proof.first}")
+
+
+def _verdict(row: Compared) -> str:
+    return "differs" if row.first else "bit-identical" if row.values else "-"
 
 
 def _show_failure(error: LegFailed, again: str, json: bool) -> None:
     report.error(f"{error}\nits folder is kept: {error.run_dir}")
     report.error("\n".join(report.failure_lines(error.outcome, error.run_dir, again, None)))
+    report.error("nothing is claimed: a run that cannot be started again cannot be proven")
     if json:
         report.json_document({"verdict": "none", "error": str(error), "exit_code": error.exit_code})
 
@@ -116,11 +189,10 @@ def _show_failure(error: LegFailed, again: str, json: bool) -> None:
 class _Quiet:
     """Shows warnings of the ranks, once each; their lines still go to the logs of the legs."""
 
-    def __init__(self, json: bool) -> None:
-        self._json = json
+    def __init__(self) -> None:
         self._shown: set[str] = set()
 
-    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
+    def event(self, rank: int, event: Mapping[str, object]) -> list[str]:
         """The lines of an event, for the log of its rank."""
         lines = report.event_lines({"rank": rank, **event})
         if event["event"] in ("warning", "stopping"):

@@ -100,6 +100,13 @@ class MicroBatchLoader:
         finally:
             stream.close()
 
+    def fetch(self, window: Window, number: int) -> Any:
+        """Micro-batch `number` of a window once more, in this process: the same content if the items are a function of
+        index and seed alone."""
+        places = micro_batches(window, self._micro_batch_size)[number]
+        indices = sample_indices(self._seed, window.epoch, self.samples, places.start, places.stop, self._shuffle)
+        return self._fetcher[Task(window.epoch, number, places.start, tuple(indices.tolist()))][1]
+
     def close(self) -> None:
         """End the worker processes. Iterators made before end at the next window."""
         for stream in list(self._streams):

@@ -76,6 +76,8 @@ class Comparison:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.first: Difference | None = None
+        self.unsteady: str | None = None
+        """Where the data set gave something else when it was asked again for the same samples."""
         self._hints: dict[str, str] = {}
         self._rows = {what: Row(what) for what in (*_ALWAYS, *_LAST)}
 
@@ -139,12 +141,14 @@ class Comparison:
                     f"{name}, a plain attribute of the model, is {x} in the straight run at step {moment.step} and {y} "
                     f"{moment.when}; checkpoints hold parameters and buffers: use register_buffer if it matters",
                 )
+        for entry in b.get("unsteady", ())[:1]:
+            self.unsteady = self.unsteady or unsteady_text(rank, entry)
         for kind in sorted({*a["unread"], *b["unread"]}):
             self._hints.setdefault(kind, f"batches hold objects of {kind}, whose content was not compared")
 
     def _values(self, moment: Moment, rank: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
         for what in a.keys() | b.keys():
-            left, right = dict(_leaves(a.get(what))), dict(_leaves(b.get(what)))
+            left, right = dict(leaves(a.get(what))), dict(leaves(b.get(what)))
             for name in [*left, *(name for name in right if name not in left)]:
                 self._row(what).values += 1
                 x, y = (json.dumps(side[name]) if name in side else _ABSENT for side in (left, right))
@@ -156,7 +160,7 @@ class Comparison:
         expected = [entry for entry in a if moment.since < entry["step"] <= moment.step]
         for number in range(max(len(expected), len(b))):
             self._row(DATA_SEEN).values += 1
-            x, y = (dict(_leaves(side[number])) if number < len(side) else {} for side in (expected, b))
+            x, y = (dict(leaves(side[number])) if number < len(side) else {} for side in (expected, b))
             for name in [*x, *(name for name in y if name not in x)]:
                 if x.get(name, _ABSENT) != y.get(name, _ABSENT):
                     entry = x or y
@@ -188,17 +192,25 @@ class Comparison:
                     yield Difference(what, moment.when, moment.step, rank, name, at, one, other)
 
 
+def unsteady_text(rank: int, entry: Mapping[str, Any]) -> str:
+    """What an onlooker has noted of data that do not come out the same twice."""
+    return (
+        f"step {entry['step']}, rank {rank}, micro-batch {entry['micro_batch']}: asked again for the same samples, the "
+        "data set gives something else, so it keeps a position or draws from outside"
+    )
+
+
 def _document(base: Path, rank: int) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(base.with_name(f"{base.name}.rank-{rank}.json").read_text())
     return document
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, plain value) of everything in a JSON value."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+            yield from leaves(item, f"{name}.{key}" if name else str(key))
     elif value is not None or name:
         yield name, value
 

@@ -22,7 +22,7 @@ from shardrun.run.replicas import compare_replicas
 from shardrun.run.saving import Saving
 from shardrun.run.state import Lineage
 from shardrun.run.tether import Tether
-from shardrun.run.witness import Witness
+from shardrun.run.witness import Onlooker
 
 MOST_SKIPPED_IN_A_ROW = 50
 """Windows that `train.nonfinite: skip` passes over without one update between them; a run that diverged ends then."""
@@ -51,8 +51,8 @@ class Trainer:
     journal: Journal
     current_step: int = 0
     """The window under way or just done, for the status."""
-    witness: Witness | None = None
-    """Looks on in a verification."""
+    witness: Onlooker | None = None
+    """Looks on in a proof."""
     _stopping: bool = False
     """Whether any rank was asked to stop: all know it from the same moment on."""
     _hurried: bool = False

@@ -16,29 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.store import newest
 from shardrun.config.schema import Config
-from shardrun.errors import Interrupted, ShardrunError, StoppedAfterSave, VerificationError
+from shardrun.errors import StoppedAfterSave, VerificationError
 from shardrun.run.comparison import Comparison, Difference, Moment, Row
 from shardrun.run.launch import Screen, launch
+from shardrun.run.legs import LegFailed, Legs, Start
 from shardrun.run.metrics import NAME, read_rows
-from shardrun.run.outcome import Outcome
 from shardrun.run.stops import DEFAULT_WINDOWS, Stops
-from shardrun.run.worker_process import Job
 
 _PLAN = "plan.json"
-_SCRAMBLE = 20261
+SCRAMBLE = 20261
+"""Seed of the noise that everything is overwritten with before a restore."""
 
 STOPPED, RESTORED, ENDED = "before the stop", "after the restore", "at the end"
-
-
-class LegFailed(ShardrunError):
-    """A leg of the verification did not come to its end. Its logs are in `run_dir`."""
-
-    def __init__(self, leg: str, outcome: Outcome, run_dir: Path) -> None:
-        super().__init__(f"{leg} failed: {outcome.reason}")
-        self.exit_code = outcome.exit_code or 1
-        self.outcome = outcome
-        self.run_dir = run_dir
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,8 @@ class Verdict:
     first: Difference | None
     hints: list[str]
     stopped_early: bool
+    unsteady: str | None = None
+    """Where the data set gave something else when it was asked again for the same samples."""
 
     @property
     def exit_code(self) -> int:
@@ -94,15 +87,14 @@ class Verification:
         most: int | None = DEFAULT_WINDOWS,
         tamper: str | None = None,
         say: Callable[[str], None] = lambda text: None,
-        start: Callable[[Job, Screen], Outcome] = launch,
+        start: Start = launch,
     ) -> None:
         self._settings = settings
         self._scratch = scratch
-        self._screen = screen
+        self._legs = Legs(screen, start)
         self._most = most
         self._tamper = tamper
         self._say = say
-        self._start = start
         self._straight = scratch / "straight"
         self._interrupted = scratch / "interrupted"
         self.comparison = Comparison(settings.topology.world_size)
@@ -120,7 +112,13 @@ class Verification:
     def verdict(self, plan: Stops, *, stopped_early: bool = False) -> Verdict:
         """What the comparisons so far have come to."""
         found = self.comparison
-        return Verdict(plan, found.world_size, found.rows, found.first, found.hints, stopped_early)
+        return Verdict(plan, found.world_size, found.rows, found.first, found.hints, stopped_early, found.unsteady)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest one of the interrupted history."""
+        found = newest(self._interrupted)
+        return None if found is None else found.path
 
     # ---- legs ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +144,9 @@ class Verification:
         begins, ends = (0, *plan.stops)[number - 1], (*plan.stops, plan.end)[number - 1]
         last = number > len(plan.stops)
         began, probes = time.monotonic(), self._interrupted / f"probes-{number}"
-        asked = {"leg": number, "plan": plan.to_json(), "scramble": _SCRAMBLE + number, "tamper": self._tamper}
+        asked: dict[str, Any] = {"leg": number, "plan": plan.to_json(), "tamper": self._tamper}
+        if number > 1:  # it is resumed
+            asked |= {"scramble": SCRAMBLE + number, "asks_again": True}
         options = {} if last else {"stop_at": ends}
         failed = None
         try:
@@ -189,26 +189,8 @@ class Verification:
     ) -> None:
         probes = run_dir / f"probes-{asked['leg']}"
         probes.mkdir(parents=True)
-        settings, topology = self._settings, self._settings.topology
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"dir": run_dir})})
-        document = {
-            "config": settings.model_dump(mode="json"),
-            "run_dir": str(run_dir),
-            "options": {**options, "verify": {**asked, "folder": str(probes)}},
-        }
-        screen = _Noting(self._screen)
-        job = Job(
-            document,
-            run_dir,
-            topology.world_size,
-            threads_per_rank=topology.threads_per_rank,
-            allow_non_loopback=topology.allow_non_loopback,
-        )
-        outcome = self._start(job, screen)
-        if screen.stopping:
-            raise Interrupted(f"stopped during {name}; nothing is proven")
-        if outcome.exit_code != expected:
-            raise LegFailed(name, outcome, run_dir)
+        told = {**options, "verify": {**asked, "folder": str(probes)}}
+        self._legs.run(name, self._settings, run_dir, told, {expected})
 
 
 def _leg_line(plan: Stops, number: int, begins: int, ends: int, seconds: float) -> str:
@@ -217,18 +199,3 @@ def _leg_line(plan: Stops, number: int, begins: int, ends: int, seconds: float) 
         return f"leg {number}: {start}; ended after window {ends} ({seconds:.1f} s)"
     place = f"inside epoch {plan.epoch(ends)}" if plan.inside(ends) else f"where epoch {plan.epoch(ends)} begins"
     return f"leg {number}: {start}; stopped after window {ends}, {place} ({seconds:.1f} s)"
-
-
-class _Noting:
-    """Passes everything on, and notes whether somebody asked to stop."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self.stopping = False
-
-    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
-        self.stopping |= event["event"] == "stopping"
-        return self._screen.event(rank, event)
-
-    def output(self, rank: int, text: str) -> None:
-        self._screen.output(rank, text)

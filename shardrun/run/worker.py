@@ -23,7 +23,7 @@ from shardrun.run.resharding import Source, find_source
 from shardrun.run.state import resume, saved_order
 from shardrun.run.tether import Tether
 from shardrun.run.trainer import Plan, Trainer
-from shardrun.run.witness import Witness
+from shardrun.run.witness import onlooker
 
 
 def run_worker(job: Mapping[str, Any], tether: Tether) -> int:
@@ -82,7 +82,7 @@ def _seen(comm: Communicator) -> Seen | None:
 
 def _trainer(built: Built, job: Mapping[str, Any], source: Source, tether: Tether) -> Trainer:
     options, run_dir = job["options"], Path(job["run_dir"])
-    witness = Witness(built, options["verify"]) if "verify" in options else None
+    witness = onlooker(built, options)
     if witness is not None:
         witness.before_restore()
     with built.comm.timeout(built.config.topology.save_timeout_s):
@@ -96,7 +96,7 @@ def _trainer(built: Built, job: Mapping[str, Any], source: Source, tether: Tethe
     plan = Plan(
         run_dir,
         stop_at=options.get("stop_at"),
-        end_at=None if witness is None else witness.plan.end,
+        end_at=None if witness is None else witness.end,
         saves=options.get("saves", True),
     )
     trainer = Trainer(built, tether, plan, progress, lineage, Journal(tether), witness=witness)

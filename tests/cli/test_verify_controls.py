@@ -14,9 +14,10 @@ import pytest
 
 from shardrun.config.load import from_mapping, load
 from shardrun.config.schema import Config
+from shardrun.run.legs import LegFailed
 from shardrun.run.stops import Stops
 from shardrun.run.tamper import TAMPERS
-from shardrun.run.verify import LegFailed, Verdict, Verification
+from shardrun.run.verify import Verdict, Verification
 from tests.support.training import document
 from tests.support.verifying import Silent, forked, verify_config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardrun.run.metrics import read_rows
-from tests.support.launching import Program, shardrun, started
+from tests.support.launching import Program, final_tensors, shardrun, started
 from tests.support.verifying import verify_config
 
 
@@ -73,10 +73,10 @@ def test_state_that_no_checkpoint_can_hold_is_found_and_hinted_at(tmp_path: Path
     config = verify_config(tmp_path, recipe_args={"fault": "attribute", "dropout": 0.0})
     with verified(tmp_path, config) as (code, program):
         assert code == 4, program.stdout + program.stderr
-        verdict, early = program.stderr.splitlines()
+        (verdict,) = program.stderr.splitlines()
     assert verdict.startswith("NOT identical. First difference: step ")
     assert "(before the stop), rank 0: parameters: first.bias, element 0: " in verdict  # restored, then gone astray
-    assert early == "the legs after it were not run"
+    assert "note: the legs after the difference were not run" in program.stdout
     assert (
         "note: calls, a plain attribute of the model, is 8 in the straight run at step 2 and 0 after" in program.stdout
     )
@@ -93,6 +93,35 @@ def test_a_leg_that_fails_shows_its_cause_and_keeps_its_folder(tmp_path: Path) -
     (kept,) = left_behind(tmp_path)
     assert lines[1] == f"its folder is kept: {kept / 'straight'}"
     assert "bad label 7" in (kept / "straight" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_run_that_was_killed_and_resumed_is_proven_from_its_folder(tmp_path: Path) -> None:
+    config = verify_config(
+        tmp_path,
+        topology={"world_size": 2},
+        train={"steps": 60},
+        checkpoint={"every": 10, "keep": 9},
+        recipe_args={"slow_s": 0.01},
+    )
+    with started(shardrun("train", config), tmp_path) as program:
+        program.until("step 25/60")
+        program.signal(signal.SIGKILL)
+        assert program.wait() == -signal.SIGKILL
+    with started(shardrun("train", config), tmp_path) as program:
+        assert program.wait(120) == 0
+        assert "resumed at step" in program.stdout
+    page = tmp_path / "proof.txt"
+    before = final_tensors(tmp_path / "run")
+    with verified(tmp_path, tmp_path / "run", "--from", "10", "--report", str(page)) as (code, program):
+        assert (code, program.stderr) == (0, "")
+        last = program.stdout.splitlines()[-1]
+    assert last.startswith("bit-identical: the run, which was stopped and resumed at step ")
+    assert "is the one that never stopped: the replay went from step 10 to step 60 at one go" in last
+    assert final_tensors(tmp_path / "run") == before
+    assert left_behind(tmp_path) == []
+    said = page.read_text()
+    assert "BIT-IDENTICAL" in said
+    assert "step-0000000060" in said
 
 
 @pytest.mark.parametrize(

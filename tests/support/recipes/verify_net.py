@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ class Args(BaseModel):
 
     samples: int = 26
     dropout: float = 0.25
+    slow_s: float = 0.0
     fault: Literal["none", "attribute", "data", "chance", "rank"] = "none"
 
 
@@ -89,6 +91,7 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def loss(model: Net, batch: tuple[Tensor, Tensor], world: World) -> tuple[Tensor, int]:
     inputs, labels = batch
+    time.sleep(model.args.slow_s)
     if model.args.fault == "rank" and world.rank == world.world_size - 1 and int(model.batches) == 9:
         raise ValueError("bad label 7")
     return F.cross_entropy(model(inputs).float(), labels, reduction="sum"), labels.numel()

@@ -1,0 +1,158 @@
+"""Two checkpoints of a run that a replay can lie between, and what such a replay can claim. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.store import Found, candidates, checkpoints_folder, scan, step_name, step_of
+from shardrun.config.load import differences, load
+from shardrun.config.schema import meaning
+from shardrun.errors import CheckpointError, ConfigError, UsageError
+
+_RESOLVED = "config.resolved.yaml"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint with its manifest."""
+
+    path: Path
+    step: int
+    manifest: Mapping[str, Any]
+    manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Replay from `start` to `end`. `claim` is what follows from equal bits, `not_claimed` what does not."""
+
+    run_dir: Path
+    start: Saved
+    end: Saved
+    claim: str
+    not_claimed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def choose(run_dir: Path, start: str | None = None, end: str | None = None) -> Pair:
+    """The two checkpoints of a run to replay between: by default the newest, and the newest that it came after.
+
+    `start` and `end` name others: a step, or the folder's name. CheckpointError where they are missing or damaged;
+    UsageError where no replay can lie between them: another run, another config, another number of ranks.
+    """
+    candidates(run_dir, required=True)
+    found = scan(run_dir)
+    last = _saved(_named(found, run_dir, end) if end is not None else found[0])
+    first = _saved(_named(found, run_dir, start)) if start is not None else _before(found, last, run_dir)
+    _require_one_history(first, last)
+    return Pair(run_dir, first, last, *_claims(run_dir, first, last), tuple(_notes(run_dir, last)))
+
+
+def _named(found: list[Found], run_dir: Path, name: str) -> Found:
+    wanted = step_name(int(name)) if name.isdecimal() else Path(name).name
+    for one in found:
+        if one.path.name == wanted:
+            return one
+    there = ", ".join(one.path.name for one in found)
+    raise CheckpointError(f"{run_dir}: holds no checkpoint {wanted}; there are {there}")
+
+
+def _saved(found: Found) -> Saved:
+    if not found.complete:
+        raise CheckpointError(f"checkpoint {found.path} is damaged: {found.why}; name another one")
+    manifest, digest = read_manifest(found.path)
+    wanting = {"config", "meaning", "counters", "numerics", "recipe", "data", "run", "attempt"} - manifest.keys()
+    if wanting:
+        raise CheckpointError(f"{found.path}: its manifest has no {', '.join(sorted(wanting))}; it is no run's")
+    return Saved(found.path, found.step, manifest, digest)
+
+
+def _before(found: list[Found], last: Saved, run_dir: Path) -> Saved:
+    """The newest sound checkpoint that the last one may have come after."""
+    sequence = last.manifest["sequence"]
+    for one in found:
+        if one.complete and one.sequence is not None and one.sequence < sequence and one.step < last.step:
+            return _saved(one)
+    raise UsageError(
+        f"{run_dir}: holds no checkpoint before {last.path.name}; a replay lies between two of them "
+        "(checkpoint.every, and checkpoint.keep of 2 or more)"
+    )
+
+
+def _require_one_history(first: Saved, last: Saved) -> None:
+    names = f"{first.path.name} and {last.path.name}"
+    one, other = first.manifest, last.manifest
+    if first.step >= last.step or one["sequence"] >= other["sequence"]:
+        raise UsageError(f"{names}: the first was not saved before the second, at a lower step; exchange them")
+    if one["run"] != other["run"]:
+        raise UsageError(f"{names} are of two runs: {one['run']} and {other['run']}")
+    sizes = [manifest["topology"]["world_size"] for manifest in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{names}: saved by {sizes[0]} and {sizes[1]} ranks; a replay goes on with as many as it begins with"
+        )
+    changed = differences(one["meaning"], other["meaning"])
+    if changed:
+        told = "the config was changed between them; choose two on the same side of the change"
+        raise UsageError("\n  ".join([f"{names}: {told}", *changed]))
+
+
+# ---- what can be claimed ---------------------------------------------------------------------------------------------
+
+
+def _claims(run_dir: Path, first: Saved, last: Saved) -> tuple[str, tuple[str, ...]]:
+    """The claim, and what is not claimed, by where the run was stopped and resumed between the two."""
+    if first.manifest["attempt"] == last.manifest["attempt"]:
+        return (
+            f"a resume at step {first.step} is the same as going on: the run did not stop between the two checkpoints, "
+            "the replay is of fresh processes",
+            (),
+        )
+    at, whole = _resumed_at(run_dir, first, last)
+    if at == first.step:
+        return (
+            f"the resume at step {at} gives the same again",
+            (
+                f"that the run is the one that never stopped: it was itself resumed at step {at}; choose an earlier "
+                "start (--from) for that",
+            ),
+        )
+    where = "somewhere between the two" if at is None else f"at step {at}"
+    claim = (
+        f"the run, which was stopped and resumed {where}, is the one that never stopped: the replay went from step "
+        f"{first.step} to step {last.step} at one go"
+    )
+    gone = "that the run went on from nothing else in between: some of its checkpoints between the two are gone"
+    return claim, () if whole else (gone,)
+
+
+def _resumed_at(run_dir: Path, first: Saved, last: Saved) -> tuple[int | None, bool]:
+    """The step at which the start that saved `last` began; and whether all of the way back to `first` can be seen.
+
+    UsageError if the way back does not lead to `first`.
+    """
+    name, at = last.manifest.get("parent"), None
+    while isinstance(name, str) and (step_of(name) or -1) >= first.step:
+        try:
+            manifest = read_manifest(checkpoints_folder(run_dir) / name)[0]
+        except CheckpointError:
+            return at, False
+        if at is None and manifest["attempt"] != last.manifest["attempt"]:
+            at = step_of(name)
+        if name == first.path.name:
+            return at, True
+        name = manifest.get("parent")
+    raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run went on from {name}")
+
+
+def _notes(run_dir: Path, last: Saved) -> list[str]:
+    """Where config.resolved.yaml, which belongs to the last start, says something else than the checkpoint."""
+    try:
+        changed = differences(last.manifest["meaning"], meaning(load(run_dir / _RESOLVED)))
+    except ConfigError as error:
+        return [f"{_RESOLVED} cannot be read, the config in the checkpoint is replayed: {error.problems[0]}"]
+    return [f"{_RESOLVED} differs from the config in the checkpoint, which is replayed: {line}" for line in changed]

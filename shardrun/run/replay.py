@@ -1,0 +1,283 @@
+"""Prove a real run: replay it in scratch from one of its checkpoints to a later one, and compare all that both hold.
+
+[Note: what a replay proves] The later checkpoint was written by processes that had been going on; the replay is a fresh
+set of processes that knows only the earlier one, and in which everything was spoiled before the restore. Where the run
+did not stop between the two, equal bits say that a resume is the same as going on. Where it was stopped or killed and
+resumed between them, the replay passes that place without a stop, and equal bits say that the interrupted run is the
+one that never stopped. What a save forgets is not compared, but the windows after it depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrun.checkpoint.contents import Contents, Meter, checkpoint_contents
+from shardrun.checkpoint.difference import compare
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.store import newest
+from shardrun.config.load import differences, from_mapping
+from shardrun.errors import CheckpointError, StoppedAfterSave, UsageError
+from shardrun.run.changes import recipe_changes
+from shardrun.run.comparison import METRICS, Comparison, leaves, unsteady_text
+from shardrun.run.launch import Screen, launch
+from shardrun.run.legs import Legs, Start
+from shardrun.run.lineage import Pair
+from shardrun.run.metrics import NAME, read_rows
+from shardrun.run.proof import Compared, Proof, facts_of, limits
+from shardrun.run.verify import SCRAMBLE
+
+_SEEN = "seen"
+_SECTIONS = ("counters", "schedule", "data", "aliases", "param_sha256", "meaning")
+_ONE_OF_GROUP = ("contract", "layout", "optimizer", "step_count")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one replay left."""
+
+    contents: Contents
+    run_dir: Path
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """That of its checkpoint."""
+        assert self.contents.manifest is not None
+        return self.contents.manifest
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What the ranks noted of the data."""
+        paths = sorted(self.run_dir.glob(f"{_SEEN}.rank-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        return [json.loads(path.read_text()) for path in paths]
+
+
+class Replay:
+    """The replay of `pair` in the folder `scratch`, which has to be empty. Arguments as in Verification."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        scratch: Path,
+        screen: Screen,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        start: Start = launch,
+        meter: Meter | None = None,
+    ) -> None:
+        self._pair = pair
+        self._scratch = scratch
+        self._legs = Legs(screen, start)
+        self._say = say
+        self._meter = meter or Meter()
+        self._settings = from_mapping(pair.end.manifest["config"])
+        self._require_recipe()
+
+    def run(self) -> Proof:
+        """Replay, compare, and after a difference look for its kind. Raises LegFailed, CheckpointError, Interrupted."""
+        began, pair = time.monotonic(), self._pair
+        saved = [_sound(one.path, one.manifest, self._meter) for one in (pair.start, pair.end)][1]
+        replayed = self.replay("replay")
+        self._say(f"replayed windows {pair.start.step + 1} to {pair.end.step} ({time.monotonic() - began:.1f} s)")
+        rows = self.compared(saved, replayed)
+        first = next((row.first for row in rows if row.first), None)
+        hints, unsteady = [*pair.notes, *self._here_and_then(replayed)], None
+        if first is not None:
+            again = self.replay("replay-again", asks_again=True)
+            hint, unsteady = self._kind_of_difference(replayed, again)
+            hints.append(hint)
+        return self._proof(rows, first, hints, list(limits(replayed.manifest, unsteady=unsteady)), replayed, began)
+
+    def replay(self, name: str, *, asks_again: bool = False) -> Replayed:
+        """Go from the earlier checkpoint to the step of the later one in fresh processes, in a folder of its own."""
+        run_dir, end = self._scratch / name, self._pair.end
+        run_dir.mkdir()
+        asked = {"folder": str(run_dir), "scramble": SCRAMBLE, "asks_again": asks_again}
+        options = {
+            "resume_from": str(self._pair.start.path.resolve()),
+            "accept_changes": True,  # of recipe and versions: what they are now is told, not refused
+            "stop_at": end.step,
+            "replay": asked,
+        }
+        saving = self._settings.checkpoint.model_copy(update={"every": None, "keep": 1})
+        settings = self._settings.model_copy(update={"checkpoint": saving})
+        self._legs.run(name, settings, run_dir, options, {0, StoppedAfterSave.exit_code})
+        found = newest(run_dir)
+        if found is None or found.step != end.step:
+            raise CheckpointError(f"{run_dir}: the replay ended without a checkpoint of step {end.step}")
+        return Replayed(_sound(found.path, read_manifest(found.path)[0], Meter()), run_dir)
+
+    # ---- comparing -------------------------------------------------------------------------------------------------
+
+    def compared(self, saved: Contents, replayed: Replayed) -> list[Compared]:
+        """All that both checkpoints hold, and the metrics of the windows between."""
+        assert saved.manifest is not None
+        kinds: dict[str, list[tuple[int, str | None]]] = {}
+        kinds[METRICS] = [self._metrics(replayed.run_dir)]
+        for what, one, other in _values(saved.manifest, replayed.manifest):
+            kinds.setdefault(what, []).append(_apart(what, one, other))
+        parameters = {spec["path"] for group in saved.manifest["groups"].values() for spec in group["contract"]}
+        for row in compare(saved, replayed.contents, self._meter)[0]:
+            what = _kind(row["section"], row["name"], parameters)
+            kinds.setdefault(what, []).append((row["elements"], _told(row)))
+        step = self._pair.end.step
+        return [
+            Compared(what, sum(count for count, _ in found), _placed(what, step, (text for _, text in found)))
+            for what, found in kinds.items()
+        ]
+
+    def _metrics(self, run_dir: Path) -> tuple[int, str | None]:
+        """Every row of the windows between; validations only where both have one (a hurried stop leaves it out)."""
+        between = range(self._pair.start.step + 1, self._pair.end.step + 1)
+        sides = [
+            [row for row in read_rows(folder / NAME) if row.get("step") in between]
+            for folder in (self._pair.run_dir, run_dir)
+        ]
+        both = {row["step"] for row in sides[0] if "loss" not in row} & {
+            row["step"] for row in sides[1] if "loss" not in row
+        }
+        sides = [[row for row in rows if "loss" in row or row["step"] in both] for rows in sides]
+        if not sides[0]:
+            return 0, None
+        comparison = Comparison(1)
+        comparison.compare_metrics("in the run", sides[0], sides[1])
+        first = comparison.first
+        values = sum(row.values for row in comparison.rows)
+        if first is None:
+            return values, None
+        return values, f"step {first.step}, metrics: {first.name}: run {first.straight}, replay {first.interrupted}"
+
+    def _kind_of_difference(self, one: Replayed, other: Replayed) -> tuple[str, str | None]:
+        """What a second replay says of a difference; and where data changed, if they did."""
+        for rank, noted in enumerate(other.seen()):
+            if noted["unsteady"]:
+                text = unsteady_text(rank, noted["unsteady"][0])
+                return f"the data of this recipe cannot be resumed: {text}", text
+        seen = [[noted["seen"] for noted in replayed.seen()] for replayed in (one, other)]
+        if seen[0] != seen[1]:
+            text = "two replays from the same checkpoint were given different data"
+            return f"the data of this recipe cannot be resumed: {text}", text
+        if any(row["what"] != "same" for row in compare(one.contents, other.contents, Meter())[0]):
+            return "two replays from the same checkpoint differ from each other: the run does not repeat itself", None
+        return (
+            "two replays are equal to each other: what the run had and the replays had not is held by no checkpoint (a "
+            "plain attribute, a generator or a position of the recipe's own), or code, data or versions have changed"
+        ), None
+
+    # ---- telling ---------------------------------------------------------------------------------------------------
+
+    def _proof(
+        self,
+        rows: list[Compared],
+        first: str | None,
+        hints: list[str],
+        not_claimed: list[str],
+        replayed: Replayed,
+        began: float,
+    ) -> Proof:
+        pair = self._pair
+        same = _same_files(pair.end.manifest, replayed.manifest)
+        facts = {
+            "run": {"id": pair.end.manifest["run"], "folder": str(pair.run_dir)},
+            "from": {"checkpoint": pair.start.path.name, "manifest sha256": pair.start.manifest_sha256},
+            "to": {"checkpoint": pair.end.path.name, "manifest sha256": pair.end.manifest_sha256},
+            "files": f"{same[0]} of {same[1]} byte-identical",
+            **facts_of(replayed.manifest),
+        }
+        beyond = f"the windows up to {pair.start.step} and after {pair.end.step}"
+        return Proof(
+            f"run {pair.run_dir}, replayed from step {pair.start.step} to step {pair.end.step}",
+            pair.claim,
+            rows,
+            first,
+            facts,
+            [*pair.not_claimed, beyond, *not_claimed],
+            time.monotonic() - began,
+            hints,
+            {"mode": "run", "run_dir": str(pair.run_dir), "from": pair.start.path.name, "to": pair.end.path.name},
+        )
+
+    def _here_and_then(self, replayed: Replayed) -> Iterator[str]:
+        """What is no longer as it was when the run was trained."""
+        for one in (self._pair.start, self._pair.end):
+            before, now = one.manifest, replayed.manifest
+            for line in recipe_changes(before, str(now["recipe"]["source"]), now["recipe"]["sha256"]):
+                yield f"{one.path.name}: {line}; the replay is of the recipe as it is now"
+            for line in differences(_flat_numerics(before), _flat_numerics(now)):
+                yield f"{one.path.name}: {line}; equal bits cannot be expected across such a change"
+
+    def _require_recipe(self) -> None:
+        recipe = self._settings.recipe
+        if recipe.endswith(".py") and not Path(recipe).is_file():
+            raise UsageError(f"{recipe}: the recipe of the run is not there any more; put it back to replay the run")
+
+
+def _flat_numerics(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(leaves(manifest["numerics"], "numerics"))
+
+
+def _sound(path: Path, manifest: Mapping[str, Any], meter: Meter) -> Contents:
+    """The contents of a checkpoint, every hash of it checked."""
+    found = checkpoint_contents(path, manifest, verify=True, meter=meter)
+    if found.problems:
+        raise CheckpointError("\n  ".join([f"checkpoint {path} is damaged:", *found.problems]))
+    return found
+
+
+def _values(saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(kind, saved, replayed) of what manifests hold of the state."""
+    yield "topology", saved["topology"], replayed["topology"]
+    for key in _SECTIONS:
+        yield {"data": "data position", "meaning": "config"}.get(key, key), saved.get(key), replayed.get(key)
+    for name in saved["groups"].keys() | replayed["groups"].keys():
+        sides = [manifest["groups"].get(name, {}) for manifest in (saved, replayed)]
+        for key in _ONE_OF_GROUP:
+            yield f"{key} of groups", *({name: side.get(key)} for side in sides)  # type: ignore[misc]
+
+
+def _apart(what: str, one: Any, other: Any) -> tuple[int, str | None]:
+    """How many plain values there are, and the first that differs."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    for name in [*left, *(name for name in right if name not in left)]:
+        sides = [json.dumps(side[name]) if name in side else "absent" for side in (left, right)]
+        if sides[0] != sides[1]:
+            return len(left), f"{what}: {name}: run {sides[0]}, replay {sides[1]}"
+    return len(left), None
+
+
+def _kind(section: str, name: str, parameters: set[str]) -> str:
+    """What a tensor of a checkpoint is, in the words of Comparison."""
+    if section == "model":
+        return "parameters" if name in parameters else "buffers"
+    if section.startswith("rank "):
+        return "rng " + name.removeprefix("rng/") if name.startswith("rng/") else "buffers"
+    key = name.rpartition("/")[2]
+    return "fp32 masters" if key == "master" else f"optimizer {key}"
+
+
+def _told(row: Mapping[str, Any]) -> str | None:
+    if row["what"] == "same":
+        return None
+    where = row["name"] if row["section"] == "model" else f"{row['section']}: {row['name']}"
+    if row["what"] != "values":
+        return f"{where}: {row['what']}"
+    first = row["first"]
+    return (
+        f"{where}, element {first['element']}: run {first['one']}, replay {first['other']} "
+        f"({row['differing']:,} of {row['elements']:,} elements differ)"
+    )
+
+
+def _placed(what: str, step: int, texts: Iterator[str | None]) -> str | None:
+    """The first of the texts, with the step at which it was seen."""
+    first = next((text for text in texts if text is not None), None)
+    return first if first is None or what == METRICS else f"step {step}, {what}: {first}"
+
+
+def _same_files(saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[int, int]:
+    """How many files of the checkpoint have the same bytes, of how many."""
+    found = {entry["path"]: entry["sha256"] for entry in replayed["files"]}
+    return sum(found.get(entry["path"]) == entry["sha256"] for entry in saved["files"]), len(saved["files"])

@@ -1,0 +1,266 @@
+"""Proving a real run: a replay between two of its checkpoints, and what it says of runs that cannot be proven."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
+from shardrun.config.load import from_mapping, resolved_yaml
+from shardrun.errors import CheckpointError, UsageError
+from shardrun.records.header import read_header
+from shardrun.run.legs import LegFailed
+from shardrun.run.lineage import Pair, choose
+from shardrun.run.proof import Proof, limits
+from shardrun.run.replay import Replay
+from shardrun.run.verify import Verification
+from tests.support.training import RECIPES, Trained, document, trained
+from tests.support.verifying import Silent, forked
+
+NET = str(RECIPES / "verify_net.py")
+ADAMW = {"name": "adamw", "lr": 0.01}
+
+
+def config(run_dir: Path, recipe: str = NET, world_size: int = 1, **recipe_args: Any) -> dict[str, Any]:
+    """8 windows, four to an epoch, saved after every second one and all kept."""
+    sections = {
+        "optimizer": ADAMW,
+        "train": {"steps": 8, "micro_batch_size": 2, "global_batch_size": 8, "max_grad_norm": 1.0},
+        "checkpoint": {"every": 2, "keep": 20},
+        "eval": {"every": 3, "at_end": True},
+        "data": {"shuffle": True},
+        "precision": {"parameters": "bf16"},
+    }
+    return document(run_dir, world_size, sections, recipe, **recipe_args)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two ranks, stopped after 5 windows and resumed: 1, 2, 4 and 5 are of the first start, 6 and 8 of the second."""
+    asked = config(tmp_path_factory.mktemp("replay") / "run", world_size=2)
+    trained(asked, stop_at=5)
+    done = trained(asked)
+    (done.run_dir / "config.resolved.yaml").write_text(resolved_yaml(from_mapping(asked)))
+    return done
+
+
+def replay(pair: Pair, folder: Path) -> Proof:
+    folder.mkdir()
+    return Replay(pair, folder, Silent(), start=forked).run()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "claim", "not_claimed"),
+    [
+        (None, None, "a resume at step 6 is the same as going on: the run did not stop", None),
+        ("4", "step-0000000008", "stopped and resumed at step 5, is the one that never stopped", None),
+        ("5", "8", "the resume at step 5 gives the same again", "it was itself resumed at step 5"),
+    ],
+)
+def test_a_replay_is_the_run_to_the_bit(
+    interrupted: Trained, tmp_path: Path, first: str | None, last: str | None, claim: str, not_claimed: str | None
+) -> None:
+    proof = replay(choose(interrupted.run_dir, first, last), tmp_path / "scratch")
+    assert (proof.first, proof.exit_code) == (None, 0)
+    assert claim in proof.claim
+    assert not_claimed is None or not_claimed in " ".join(proof.not_claimed)
+    counts = {row.what: row.values for row in proof.rows}
+    # 7 * 15 + 15 + 15 * 3 + 3 parameters; 15 + 1 elements of buffers in the model, 3 more per rank in its own state.
+    assert (counts["parameters"], counts["fp32 masters"], counts["optimizer exp_avg"]) == (168, 168, 168)
+    assert counts["buffers"] >= 16
+    assert all(counts[what] for what in ("rng python", "rng numpy", "rng torch", "optimizer step", "metrics")), counts
+    assert {"counters", "schedule", "data position", "config", "layout of groups"} <= counts.keys()
+    assert proof.facts["files"] == "5 of 5 byte-identical"
+    assert proof.facts["recipe"]["sha256"]
+    assert any("gives no `identity`" in line for line in proof.not_claimed)
+    assert proof.hints == []
+
+
+def test_the_page_has_all_that_a_reader_needs(interrupted: Trained, tmp_path: Path) -> None:
+    page = (proof := replay(choose(interrupted.run_dir), tmp_path / "scratch")).to_text()
+    assert max(map(len, page.splitlines())) <= 100
+    assert len(page.splitlines()) < 75
+    for words in (
+        "BIT-IDENTICAL",
+        "torch 2",
+        "sha256",
+        "fp32 masters",
+        "Not claimed",
+        "processor",
+        str(proof.facts["run"]["id"]),
+    ):
+        assert words in page
+    assert proof.to_json()["claim"] == proof.claim
+
+
+# ---- runs that are not what a replay gives ---------------------------------------------------------------------------
+
+CHANCE = """
+import os
+from tests.support.recipes.verify_net import Args, build_data, build_model, collate
+from tests.support.recipes import verify_net
+
+def loss(model, batch, world):
+    total, weight = verify_net.loss(model, batch, world)
+    return total * (1 + os.urandom(1)[0] / 1000), weight
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "claims_data"),
+    [
+        ("attribute", "two replays are equal to each other: what the run had and the replays had not", True),
+        ("data", "the data of this recipe cannot be resumed: step 5, rank 0, micro-batch 0: asked again", False),
+        ("loss", "two replays from the same checkpoint differ from each other", True),
+    ],
+)
+def test_what_cannot_be_resumed_is_told_apart(tmp_path: Path, fault: str, told: str, claims_data: bool) -> None:
+    recipe = NET
+    if fault == "loss":
+        recipe = str(tmp_path / "chance.py")
+        Path(recipe).write_text(CHANCE)
+    done = trained(config(tmp_path / "run", recipe, fault="none" if fault == "loss" else fault))
+    proof = replay(choose(done.run_dir, "4", "6"), tmp_path / "scratch")
+    assert proof.exit_code == 4
+    assert proof.first is not None
+    assert proof.first.startswith("step 5, metrics: ")  # the window in which it shows first
+    assert told in proof.hints[-1]
+    assert claims_data != any("that the data of a resumed run are those" in line for line in proof.not_claimed)
+    assert "DIFFERENT" in proof.to_text()
+    assert proof.to_json()["claim"] is None
+
+
+def flip_and_seal(checkpoint: Path, relative: str, name: str) -> None:
+    """Change the lowest bit of the first element of a tensor, and the manifest with it: a sound checkpoint of another
+    state."""
+    file, entry = checkpoint / relative, read_header(checkpoint / relative).tensors[name]
+    raw = bytearray(file.read_bytes())
+    raw[entry.start] ^= 1
+    file.write_bytes(raw)
+    manifest = read_manifest(checkpoint)[0]
+    for one in manifest["files"]:
+        if one["path"] == relative:
+            one["sha256"] = hashlib.sha256(raw).hexdigest()
+    (checkpoint / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
+
+
+@pytest.mark.parametrize(
+    ("relative", "name", "what"),
+    [
+        ("zero2/default/rank-00001-of-00002.safetensors", "second.weight/exp_avg", "optimizer exp_avg"),
+        ("state/rank-00001-of-00002.safetensors", "rng/torch", "rng torch"),
+        ("state/rank-00000-of-00002.safetensors", "buffer/recent", "buffers"),
+    ],
+)
+def test_one_bit_of_what_the_run_saved_is_found_and_named(
+    interrupted: Trained, tmp_path: Path, relative: str, name: str, what: str
+) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+    flip_and_seal(run_dir / "checkpoints" / "step-0000000008", relative, name)
+    proof = replay(choose(run_dir), tmp_path / "scratch")
+    assert [row.what for row in proof.rows if row.first] == [what]
+    assert proof.first is not None
+    assert proof.first.startswith(f"step 8, {what}: ")
+    assert f"{name}, element " in proof.first
+    assert "(1 of " in proof.first
+    assert proof.facts["files"] == "4 of 5 byte-identical"
+
+
+def test_an_edited_recipe_is_told_and_replayed_as_it_is_now(tmp_path: Path) -> None:
+    recipe = tmp_path / "net.py"
+    shutil.copy(NET, recipe)
+    done = trained(config(tmp_path / "run", str(recipe)))
+    recipe.write_text(recipe.read_text() + "# edited\n")
+    proof = replay(choose(done.run_dir), tmp_path / "scratch")
+    assert proof.exit_code == 0
+    told = [line for line in proof.hints if "was edited" in line]
+    assert [line.partition(":")[0] for line in told] == ["step-0000000006", "step-0000000008"]
+    recipe.unlink()
+    with pytest.raises(UsageError, match="the recipe of the run is not there any more"):
+        replay(choose(done.run_dir), tmp_path / "again")
+
+
+def test_a_replay_that_fails_names_its_leg(tmp_path: Path) -> None:
+    recipe = tmp_path / "net.py"
+    shutil.copy(NET, recipe)
+    done = trained(config(tmp_path / "run", str(recipe)))
+    recipe.write_text("raise RuntimeError('gone')\n")
+    with pytest.raises(LegFailed, match="replay failed"):
+        replay(choose(done.run_dir), tmp_path / "scratch")
+
+
+# ---- which two -------------------------------------------------------------------------------------------------------
+
+
+def damage(run_dir: Path) -> None:
+    os.truncate(run_dir / "checkpoints" / "step-0000000008" / "model.safetensors", 10)
+
+
+def only_one(run_dir: Path) -> None:
+    for step in (1, 2, 4, 5, 6):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:010d}")
+
+
+def nothing(run_dir: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "kind", "told"),
+    [
+        (damage, (None, None), CheckpointError, "step-0000000008 is damaged"),
+        (only_one, (None, None), UsageError, "holds no checkpoint before step-0000000008"),
+        (nothing, ("8", "6"), UsageError, "the first was not saved before the second"),
+        (nothing, ("3", None), CheckpointError, "holds no checkpoint step-0000000003; there are step-0000000008, "),
+    ],
+)
+def test_two_that_no_replay_lies_between_are_refused(
+    interrupted: Trained,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    names: tuple[str | None, str | None],
+    kind: type[Exception],
+    told: str,
+) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+    change(run_dir)
+    with pytest.raises(kind, match=told):
+        choose(run_dir, *names)
+
+
+def test_what_went_on_from_elsewhere_is_refused(interrupted: Trained, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+    asked = config(run_dir, world_size=2)
+    trained(asked, resume_from=str(run_dir / "checkpoints" / "step-0000000002"), stop_at=7)
+    with pytest.raises(UsageError, match="did not come after step-0000000005: the run went on from step-0000000004"):
+        choose(run_dir, "5", "7")
+    asked["optimizer"] = {**ADAMW, "lr": 0.5}
+    trained(asked, accept_changes=True)
+    with pytest.raises(UsageError, match=r"the config was changed between them[^$]*optimizer.lr: saved 0.01, now 0.5"):
+        choose(run_dir, "7", "8")
+
+
+def test_the_config_of_a_start_that_was_refused_is_not_replayed(interrupted: Trained, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+    resolved = run_dir / "config.resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("lr: 0.01", "lr: 0.25"))
+    assert [line for line in choose(run_dir).notes if "optimizer.lr: saved 0.01, now 0.25" in line]
+    resolved.unlink()
+    assert "cannot be read" in choose(run_dir).notes[0]
+
+
+def test_a_config_whose_data_cannot_be_resumed_is_told_what_cannot_be_claimed(tmp_path: Path) -> None:
+    settings = from_mapping(config(tmp_path / "run", fault="data"))
+    (tmp_path / "scratch").mkdir()
+    verdict = Verification(settings, tmp_path / "scratch", Silent(), start=forked).run()
+    assert verdict.exit_code == 4
+    assert verdict.unsteady is not None
+    told = list(limits(None, unsteady=verdict.unsteady))
+    assert told[0].startswith("that the data of a resumed run are those of one that never stopped: step ")
+    assert "asked again for the same samples, the data set gives something else" in told[0]
