@@ -116,6 +116,15 @@ class LastWords:
         """Why the store cannot be asked, empty as long as it answers."""
         return self._lost
 
+    @property
+    def loss(self) -> Findings | None:
+        """What it means that the store cannot be asked; None as long as it answers."""
+        if not self._lost:
+            return None
+        if self._keeper is None or self.rank == 0:
+            return Findings(f"the store of the rendezvous {self._lost}")
+        return Findings(f"rank 0, which keeps the store of the rendezvous, {self._lost}", (0,))
+
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank)
 
@@ -149,10 +158,10 @@ class LastWords:
         return answer[0] if answer else None
 
 
-def find(own: Word, heard: Mapping[int, Word], silent: Sequence[int], lost: str = "") -> Findings:
+def find(own: Word, heard: Mapping[int, Word], silent: Sequence[int], loss: Findings | None = None) -> Findings:
     """What the words say: `own` of this rank, those `heard`, and which ranks of the group are `silent`.
 
-    `lost`: why the store, which rank 0 keeps, cannot be asked.
+    `loss`: what the store itself tells by not answering.
     """
     if own.kind == "failed":
         return Findings("")
@@ -160,8 +169,8 @@ def find(own: Word, heard: Mapping[int, Word], silent: Sequence[int], lost: str 
     if failed:
         first = min(failed, key=lambda rank: heard[rank].time)
         return Findings(_at_fault(first, heard[first]), (), first)
-    if lost:
-        return Findings(f"rank 0, which keeps the store of the rendezvous, {lost}", (0,))
+    if loss is not None:
+        return loss
     gave_up = {rank: word for rank, word in heard.items() if word.kind == "timeout"}
     ends = [word.time for word in (own, *gave_up.values()) if word.kind == "timeout"]
     late = {rank: word.began - min(ends) for rank, word in heard.items() if ends and word.began >= min(ends)}

@@ -172,7 +172,7 @@ class WorldState:
         if word.kind != "failed":
             heard = self._words.listen(_PATIENCE_S[word.kind], _settles)
         silent = [rank for rank in ranks if rank not in heard and rank != self._rank]
-        found = find(word, heard, silent, self._words.lost)
+        found = find(word, heard, silent, self._words.loss)
         self._words.linger()
         return found
 

@@ -76,13 +76,28 @@ def test_after_a_closed_connection_the_silent_are_missing() -> None:
     assert "rank 1 is missing" in both.text
 
 
-def test_a_store_that_is_gone_means_its_keeper() -> None:
-    found = find(_CLOSED, {}, [0, 2], "is gone")
-    assert found == Findings("rank 0, which keeps the store of the rendezvous, is gone", (0,))
+@pytest.mark.parametrize(
+    ("rank", "port", "loss"),
+    [
+        (1, 1, Findings("rank 0, which keeps the store of the rendezvous, is gone", (0,))),
+        (0, 1, Findings("the store of the rendezvous is gone")),
+        (1, None, Findings("the store of the rendezvous is gone")),
+    ],
+)
+def test_a_store_that_is_gone_means_its_keeper_if_that_is_another_rank(
+    rank: int, port: int | None, loss: Findings
+) -> None:
+    """None: a file, or torch's agent."""
+    keeper = None if port is None else ("127.0.0.1", port)
+    words = LastWords(_Store(hangs=False), rank, 3, keeper)  # type: ignore[arg-type]
+    assert words.lost == ""
+    words.leave(_CLOSED)
+    assert words.loss == loss
+    assert find(_CLOSED, {}, [0, 2], words.loss) == loss
 
 
 def test_a_rank_at_fault_looks_for_no_other() -> None:
-    assert find(_word("failed", "ValueError"), {}, [0, 1], "is gone") == Findings("")
+    assert find(_word("failed", "ValueError"), {}, [0, 1], Findings("it is gone", (0,))) == Findings("")
 
 
 # ---- leaving and hearing ---------------------------------------------------------------------------------------------
