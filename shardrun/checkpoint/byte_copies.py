@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ class Source:
     CheckpointError where it is not what the manifest says; for the hash that is known only after `finish`.
     """
 
-    def __init__(self, checkpoint: Path, entry: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: Path, entry: Mapping[str, Any], hasher: Executor) -> None:
         self._where, self._sha256 = str(checkpoint / entry["path"]), entry["sha256"]
         self._file = open_inside(checkpoint, entry["path"])
         try:
@@ -64,6 +66,8 @@ class Source:
             raise
         self._at = self.header.data_offset
         self._digest = hashlib.sha256(self.head)
+        self._hasher, self._hashed = hasher, Future[None]()
+        self._hashed.set_result(None)
 
     def copy(self, start: int, stop: int, target: Target) -> None:
         """Give the bytes [start, stop) of the file to `target`; they stand behind what was given before."""
@@ -75,6 +79,7 @@ class Source:
     def finish(self) -> None:
         """Read the rest, and compare the hash of all."""
         self._read_to(self.header.file_bytes, None)
+        self._hashed.result()
         if (found := self._digest.hexdigest()) != self._sha256:
             raise CheckpointError(
                 f"{self._where}: sha256 {self._sha256} expected, {found} found: its content was changed"
@@ -87,23 +92,40 @@ class Source:
     def _read_to(self, stop: int, target: Target | None) -> None:
         while self._at < stop:
             part = memoryview(read_exactly(self._file, min(CHUNK, stop - self._at), self._where))
-            self._digest.update(part)
+            self._hashed.result()
+            self._hashed = self._hasher.submit(self._digest.update, part)
             if target is not None:
                 target.write(part)
             self._at += len(part)
 
 
-def copy_file(checkpoint: Path, staging: Path, entry: Mapping[str, Any]) -> None:
-    """Copy a registered file as it is, below the folder `staging`; durable, and its hash compared."""
-    with contextlib.ExitStack() as opened:
-        source = opened.enter_context(contextlib.closing(Source(checkpoint, entry)))
-        target = opened.enter_context(contextlib.closing(Target(staging / entry["path"], source.head)))
-        source.copy(source.header.data_offset, source.header.file_bytes, target)
-        source.finish()
-        target.finish()
+@dataclass(frozen=True)
+class Copier:
+    """Copies registered files of the folder `checkpoint`, or ranges of them, into the folder `staging`.
 
+    `hasher` has one thread: what is read is hashed there, while what is written is hashed and written here.
+    """
 
-def check_file(checkpoint: Path, entry: Mapping[str, Any]) -> None:
-    """Read a registered file of which nothing is copied, for its hash."""
-    with contextlib.closing(Source(checkpoint, entry)) as source:
-        source.finish()
+    checkpoint: Path
+    staging: Path
+    hasher: Executor
+
+    def source(self, entry: Mapping[str, Any]) -> contextlib.closing[Source]:
+        """A file of the checkpoint by its entry in the manifest, for a `with` block."""
+        return contextlib.closing(Source(self.checkpoint, entry, self.hasher))
+
+    def target(self, relative: str, head: bytes) -> contextlib.closing[Target]:
+        """A new file that begins with `head`, for a `with` block."""
+        return contextlib.closing(Target(self.staging / relative, head))
+
+    def copy_file(self, entry: Mapping[str, Any]) -> None:
+        """Copy a file as it is; it is durable then, and its hash compared."""
+        with self.source(entry) as source, self.target(entry["path"], source.head) as target:
+            source.copy(source.header.data_offset, source.header.file_bytes, target)
+            source.finish()
+            target.finish()
+
+    def check_file(self, entry: Mapping[str, Any]) -> None:
+        """Read a file of which nothing is copied, for its hash."""
+        with self.source(entry) as source:
+            source.finish()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.assemble import Piece, chunks, open_header
-from shardrun.checkpoint.byte_copies import CHUNK, Source, Target, check_file
+from shardrun.checkpoint.byte_copies import CHUNK, Copier
 from shardrun.checkpoint.store import record_file, state_file
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole, piece_violations
@@ -38,31 +38,28 @@ class _Move:
 
 
 def copy_records(
-    checkpoint: Path, staging: Path, manifest: Mapping[str, Any], group: str, world_size: int
+    copier: Copier, manifest: Mapping[str, Any], group: str, world_size: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The records of a group of the whole world, cut for `world_size` ranks, as files below `staging`.
+    """The records of a group of the whole world, cut for `world_size` ranks, as files.
 
     What changes in the group's section of the manifest, and the entries of the files. CheckpointError if the records
     are damaged or not whole.
     """
     section = manifest["groups"][group]
-    old = _by_rank(checkpoint, manifest, "record", group)
+    old = _by_rank(copier.checkpoint, manifest, "record", group)
     held = [entry["fragments"] for entry in old]
     cut = cut_again(section, held, [entry["meta"] for entry in old], world_size)
     whole = holds_whole(section)
     paths = [record_file(group, rank, world_size, "zero1" if whole else "zero2") for rank in range(world_size)]
     with contextlib.ExitStack() as opened:
-        sources = [opened.enter_context(contextlib.closing(Source(checkpoint, entry))) for entry in old]
+        sources = [opened.enter_context(copier.source(entry)) for entry in old]
         headers = [source.header for source in sources]
         for entry, header in zip(old, headers, strict=True):
             if found := piece_violations(entry["fragments"], header.tensors, whole=whole):
-                raise CheckpointError(f"{checkpoint / entry['path']}: {'; '.join(found[:5])}")
+                raise CheckpointError(f"{copier.checkpoint / entry['path']}: {'; '.join(found[:5])}")
         tensors, moves = _plan(headers, held, cut, whole)
         heads = [encode_header(own, headers[0].metadata)[0] for own in tensors]
-        targets = [
-            opened.enter_context(contextlib.closing(Target(staging / path, head)))
-            for path, head in zip(paths, heads, strict=True)
-        ]
+        targets = [opened.enter_context(copier.target(path, head)) for path, head in zip(paths, heads, strict=True)]
         for move in moves:
             sources[move.source].copy(move.start, move.stop, targets[move.target])
         for source in sources:
@@ -145,15 +142,13 @@ def _by_ranges() -> bytes:
 # ---- the ranks' own state --------------------------------------------------------------------------------------------
 
 
-def copy_states(
-    checkpoint: Path, staging: Path, manifest: Mapping[str, Any], world_size: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The own state of every new rank, as files below `staging`: buffers, those of rank r modulo the old world size.
+def copy_states(copier: Copier, manifest: Mapping[str, Any], world_size: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The own state of every new rank, as files: buffers, those of rank r modulo the old world size.
 
     The entries of the files, and notes for the user. CheckpointError if a state is damaged, or has more than random
     streams and buffers.
     """
-    old = _by_rank(checkpoint, manifest, "state")
+    checkpoint, old = copier.checkpoint, _by_rank(copier.checkpoint, manifest, "state")
     headers = [open_header(checkpoint, entry["path"]) for entry in old]
     for entry, header in zip(old, headers, strict=True):
         if foreign := sorted(name for name in header.tensors if not name.startswith((_BUFFER, _STREAM))):
@@ -164,18 +159,18 @@ def copy_states(
     entries = []
     for rank in range(world_size):
         path = state_file(rank, world_size)
-        entries.append(_entry("state", rank, path, _copy_buffers(checkpoint, staging / path, old[rank % len(old)])))
+        entries.append(_entry("state", rank, path, _copy_buffers(copier, path, old[rank % len(old)])))
     for entry in old[world_size:]:
-        check_file(checkpoint, entry)
+        copier.check_file(entry)
     return entries, _notes(checkpoint, old, headers)
 
 
-def _copy_buffers(checkpoint: Path, path: Path, entry: Mapping[str, Any]) -> FileDigest:
-    with contextlib.closing(Source(checkpoint, entry)) as source:
+def _copy_buffers(copier: Copier, path: str, entry: Mapping[str, Any]) -> FileDigest:
+    with copier.source(entry) as source:
         buffers = {name: one for name, one in source.header.tensors.items() if name.startswith(_BUFFER)}
         described = {name: TensorBytes(one.dtype, one.shape, _by_ranges) for name, one in buffers.items()}
         head, order = encode_header(described, source.header.metadata)
-        with contextlib.closing(Target(path, head)) as target:
+        with copier.target(path, head) as target:
             for name in order:
                 source.copy(buffers[name].start, buffers[name].stop, target)
             source.finish()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrun.checkpoint.byte_copies import copy_file
+from shardrun.checkpoint.byte_copies import Copier
 from shardrun.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest, seal
 from shardrun.checkpoint.new_folder import new_folder
 from shardrun.checkpoint.recut import copy_records, copy_states
@@ -54,14 +55,19 @@ def reshard(source: Path, target: Path, world_size: int) -> Resharded:
     manifest, manifest_sha256 = read_manifest(source)
     before = manifest["topology"]["world_size"]
     _check(source, target, manifest, world_size)
-    with _understood(source), new_folder(target, _needed(manifest, world_size)) as staging:
+    with (
+        _understood(source),
+        new_folder(target, _needed(manifest, world_size)) as staging,
+        ThreadPoolExecutor(1) as hasher,
+    ):
+        copier = Copier(source, staging, hasher)
         sections = _of_world(manifest, world_size)
-        files = _copy_as_they_are(source, staging, manifest, world_size)
+        files = _copy_as_they_are(copier, manifest, world_size)
         for name in _cut_groups(manifest):
-            changed, records = copy_records(source, staging, manifest, name, world_size)
+            changed, records = copy_records(copier, manifest, name, world_size)
             sections["groups"][name] |= changed
             files += records
-        states, notes = copy_states(source, staging, manifest, world_size)
+        states, notes = copy_states(copier, manifest, world_size)
         files += states
         sections["files"] = sorted(files, key=lambda entry: str(entry["path"]))
         sections[RESHARDED] = {"world_size": before, "manifest_sha256": manifest_sha256}
@@ -138,9 +144,7 @@ def _seam(saved: str, device: str | None, world_size: int) -> str:
     return saved if saved != "none" else "native" if device == "cuda" else "exchange"
 
 
-def _copy_as_they_are(
-    source: Path, staging: Path, manifest: Mapping[str, Any], world_size: int
-) -> list[dict[str, Any]]:
+def _copy_as_they_are(copier: Copier, manifest: Mapping[str, Any], world_size: int) -> list[dict[str, Any]]:
     """The model, and the records of groups that keep their members; their entries in the manifest."""
     cut = _cut_groups(manifest)
     kept = [e for e in manifest["files"] if e["role"] == "model" or (e["role"] == "record" and e["group"] not in cut)]
@@ -151,5 +155,5 @@ def _copy_as_they_are(
                 "a group of some of the ranks keeps its members"
             )
     for entry in kept:
-        copy_file(source, staging, entry)
+        copier.copy_file(entry)
     return kept
