@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import json
 import operator
 import re
 import sys
@@ -46,6 +47,8 @@ class Recipe:
         self.metrics: Callable[[float, int], dict[str, float]] | None = functions.get("metrics")
         self.on_save: Callable[[nn.Module, Path], None] | None = functions.get("on_save")
         self.bytes_per_token = _bytes_per_token(module, self.args, source)
+        self.hf_config = _hf_config(functions, self.args, source)
+        """The model's config.json for transformers, recorded in every checkpoint; None without the function."""
 
     def build_model(self, world: World) -> nn.Module:
         """The model as the recipe builds it; seed the random streams before."""
@@ -192,6 +195,27 @@ def _bytes_per_token(module: ModuleType, args: Any, source: str) -> float | None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigError(f"{source}: bytes_per_token is {_described(value)}, expected a positive number")
     return float(value)
+
+
+def _hf_config(functions: Mapping[str, Any], args: Any, source: str) -> dict[str, Any] | None:
+    """What the recipe's `hf_config` says of the model, as plain JSON that names what transformers is to build."""
+    if "hf_config" not in functions:
+        return None
+    config = functions["hf_config"](args)
+    where = f"{source}: hf_config returned"
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where} {_described(config)}, expected a dict, such as config.to_dict() gives")
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(config, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} a dict that is not plain JSON: {error}") from None
+    names = plain.get("architectures")
+    if not isinstance(plain.get("model_type"), str) or not isinstance(names, list) or len(names) != 1:
+        raise ConfigError(
+            f"{where} model_type {plain.get('model_type')!r} and architectures {names!r}, expected the type and the one "
+            'class that transformers is to build, such as "llama" and ["LlamaForCausalLM"]'
+        )
+    return plain
 
 
 def _described(value: object) -> str:

@@ -22,6 +22,7 @@ OPTIONAL = {
     "collate": ("samples",),
     "metrics": ("loss", "weight"),
     "on_save": ("model", "folder"),
+    "hf_config": ("args",),
 }
 
 

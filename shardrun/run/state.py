@@ -107,6 +107,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "numerics": numerics(built),
         "config": config.model_dump(mode="json"),
         "meaning": meaning(config),
+        **({} if built.recipe.hf_config is None else {"hf_config": built.recipe.hf_config}),
     }
 
 
