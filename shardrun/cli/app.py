@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -151,6 +151,25 @@ def reshard_command(
     from shardrun.cli import reshard as command
 
     _end(lambda: command.run(path, world, output, json), json)
+
+
+@app.command("export")
+def export_command(
+    path: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint, or run folder.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.", show_default=False)],
+    form: Annotated[
+        Literal["safetensors", "hf", "torch"],
+        typer.Option(
+            "--format",
+            help="safetensors: the model alone. hf: a folder for transformers. torch: model and optimizer state.",
+        ),
+    ] = "safetensors",
+    json: Json = False,
+) -> None:
+    """Write a checkpoint in a form that other programs read."""
+    from shardrun.cli import export as command
+
+    _end(lambda: command.run(path, output, form, json), json)
 
 
 @app.command("verify-resume")

@@ -212,8 +212,8 @@ def _hf_config(functions: Mapping[str, Any], args: Any, source: str) -> dict[str
     names = plain.get("architectures")
     if not isinstance(plain.get("model_type"), str) or not isinstance(names, list) or len(names) != 1:
         raise ConfigError(
-            f"{where} model_type {plain.get('model_type')!r} and architectures {names!r}, expected the type and the one "
-            'class that transformers is to build, such as "llama" and ["LlamaForCausalLM"]'
+            f"{where} model_type {plain.get('model_type')!r} and architectures {names!r}, expected the type and the "
+            'one class that transformers is to build, such as "llama" and ["LlamaForCausalLM"]'
         )
     return plain
 

@@ -1,0 +1,210 @@
+"""Checkpoints in the forms of others: read by their own libraries, with the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from shardrun.checkpoint.export import Exported, export_hf, export_safetensors
+from shardrun.checkpoint.export_torch import export_torch
+from shardrun.checkpoint.reshard import reshard
+from shardrun.errors import CheckpointError, UsageError
+from tests.golden.runs import flip, put
+from tests.support.training import RECIPES, Trained, document, train, trained
+
+ADAMW = {"name": "adamw", "lr": 0.1, "options": [{"match": ["l2"], "weight_decay": 0.0, "lr_scale": 0.5}]}
+
+
+def two_layers(run_dir: Path, steps: int = 2, world_size: int = 2) -> dict[str, Any]:
+    sections = {"optimizer": ADAMW, "train": {"steps": steps, "global_batch_size": 2}}
+    return document(run_dir, world_size, sections, str(RECIPES / "train_two_layers.py"))
+
+
+def gpt(run_dir: Path, optimizer: dict[str, Any], **precision: str) -> Trained:
+    (run_dir.parent / "text.txt").write_text("to be, or not to be, that is the question. " * 60)
+    sections = {"optimizer": optimizer, "train": {"steps": 2, "global_batch_size": 2}, "precision": precision}
+    args = {"layers": 1, "width": 16, "heads": 2, "context": 8, "text": str(run_dir.parent / "text.txt")}
+    return trained(document(run_dir, 2, sections, str(RECIPES.parents[2] / "recipes" / "gpt.py"), **args))
+
+
+def loaded(done: Exported) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(done.path / "checkpoint.pt", weights_only=True)
+    return found
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_torch_goes_on_from_the_exported_state_with_the_same_bits(tmp_path: Path) -> None:
+    begun = trained(two_layers(tmp_path / "run"), stop_at=1)
+    saved = loaded(export_torch(begun.checkpoint(1), tmp_path / "out"))
+    assert (saved["step"], saved["counters"]["updates"], saved["masters"]) == (1, 1, {})
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(3)) for name in ("l1", "l2")})
+    model.load_state_dict(saved["model"])
+    groups = saved["optimizer"]["param_groups"]
+    assert [(one["params"], one["lr"], one["weight_decay"]) for one in groups] == [
+        (["l1"], 0.1, 0.01),
+        (["l2"], 0.05, 0.0),
+    ]
+    optimizer = torch.optim.AdamW([{"params": [model[name] for name in one["params"]]} for one in groups])
+    set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+    model["l1"].grad, model["l2"].grad = torch.ones(3), torch.full((3,), 5.0)
+    optimizer.step()
+    wanted = trained(two_layers(tmp_path / "run")).model(2)
+    assert all(torch.equal(model[name], wanted[name]) for name in ("l1", "l2"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"name": "adamw", "lr": 0.01},
+        {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 1e-3, "match": ["embed.*"]}},
+    ],
+    ids=["adamw", "muon"],
+)
+def test_state_is_whole_by_name_in_the_shape_of_the_parameter(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    run = gpt(tmp_path / "run", optimizer, parameters="bf16")
+    saved = loaded(export_torch(run.checkpoint(2), tmp_path / "out"))
+    model = safetensors.torch.load_file(run.checkpoint(2) / "model.safetensors")
+    assert saved["model"].keys() == model.keys() | {"head.weight"}
+    assert saved["model"]["head.weight"].data_ptr() == saved["model"]["embed.weight"].data_ptr()
+    assert all(torch.equal(saved["model"][name], tensor) for name, tensor in model.items())
+    live = run.state(2)
+    for name, tensor in live.items():
+        path, _, key = name.rpartition("/")
+        held = saved["masters"][path] if key == "master" else saved["optimizer"]["state"][path][key]
+        assert held.shape == (model[path].shape if tensor.dim() else ()), name
+        assert torch.equal(held.reshape(-1), tensor.reshape(-1)), name
+    assert len(live) == len(saved["masters"]) + sum(map(len, saved["optimizer"]["state"].values()))
+    assert saved["masters"].keys() == model.keys()
+    groups = saved["optimizer"]["param_groups"]
+    assert sorted(path for one in groups for path in one["params"]) == sorted(model)
+    if optimizer["name"] == "muon":
+        assert [(one["optimizer"], one["lr"]) for one in groups] == [("muon", 0.02), ("adamw", 1e-3)]
+        assert "embed.weight" in groups[1]["params"]
+
+
+def test_it_does_not_matter_how_many_ranks_have_saved(tmp_path: Path) -> None:
+    begun = trained(two_layers(tmp_path / "run"), stop_at=1)
+    first = loaded(export_torch(begun.checkpoint(1), tmp_path / "two"))
+    again = loaded(export_torch(reshard(begun.checkpoint(1), tmp_path / "ckpt", 3).path, tmp_path / "three"))
+    assert first["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
+    for path, state in first["optimizer"]["state"].items():
+        assert all(torch.equal(again["optimizer"]["state"][path][key], value) for key, value in state.items())
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_model_is_the_very_file_and_a_start_for_another_run(tmp_path: Path) -> None:
+    begun = trained(two_layers(tmp_path / "run"), stop_at=1)
+    code = "import sys; sys.modules['torch'] = None; from shardrun.__main__ import main; sys.exit(main())"
+    words = ["export", str(begun.run_dir), "-o", str(tmp_path / "out"), "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    assert (told["step"], told["files"], told["format"]) == (1, ["model.safetensors"], "safetensors")
+    exported = tmp_path / "out" / "model.safetensors"
+    assert exported.read_bytes() == (begun.checkpoint(1) / "model.safetensors").read_bytes()
+    config = two_layers(tmp_path / "other", steps=1)
+    config["init_from"] = str(exported)
+    config["optimizer"] = {"name": "sgd", "lr": 1.0}
+    started = trained(config).model(1)
+    assert torch.equal(started["l1"], begun.model(1)["l1"] - 1)
+
+
+@pytest.mark.parametrize("export", [export_safetensors, export_torch])
+def test_damage_is_found_and_nothing_is_left(tmp_path: Path, export: Callable[[Path, Path], Exported]) -> None:
+    source = put(tmp_path / "run")
+    model = source / "model.safetensors"
+    flip(model, 8 * model.stat().st_size - 5)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: sha256 .* its content was changed"):
+        export(source, tmp_path / "out")
+    model.unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors: is missing"):
+        export(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def llama(run_dir: Path, **args: Any) -> dict[str, Any]:
+    pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'shardrun[hf]'")
+    sections = {"optimizer": {"name": "adamw", "lr": 0.01}, "train": {"steps": 2, "global_batch_size": 2}}
+    return document(run_dir, 2, sections, str(RECIPES / "hf_llama.py"), **args)
+
+
+@pytest.mark.parametrize(("tied", "parameters"), [(False, "fp32"), (True, "bf16")])
+def test_transformers_opens_the_folder_and_gives_the_same_logits(tmp_path: Path, tied: bool, parameters: str) -> None:
+    config = llama(tmp_path / "run", tied=tied)
+    config["precision"] = {"parameters": parameters}
+    run = trained(config)
+    done = export_hf(run.checkpoint(2), tmp_path / "out")
+    assert (done.files, done.notes) == (("config.json", "model.safetensors"), ())
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    opened = auto.from_pretrained(done.path).eval()
+    recipe = importlib.import_module("tests.support.recipes.hf_llama")
+    own = recipe.build_model(recipe.Args(tied=tied)).to(next(opened.parameters()).dtype).eval()
+    assert next(opened.parameters()).dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[parameters]
+    safetensors.torch.load_model(own, run.checkpoint(2) / "model.safetensors")
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(opened(tokens).logits, own(tokens).logits)
+    assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == tied
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        done = export_hf(run.checkpoint(2), tmp_path / "unseen")
+    assert done.notes == ("transformers is not installed here, so that nobody has tried to open the folder with it",)
+
+
+def test_a_folder_that_transformers_would_open_as_another_model_is_not_published(tmp_path: Path) -> None:
+    for args, words in (
+        ({"told": 20}, r"of its tensors \d+ mismatched, .*"),
+        (
+            {"named": "LlamaForSequenceClassification"},
+            r"of its tensors 1 missing, score.weight among them; 1 unexpected",
+        ),
+        ({"named": "Trainer"}, r"has no model 'Trainer'"),
+    ):
+        run = trained(llama(tmp_path / "run" / str(args), **args))
+        with pytest.raises(CheckpointError, match=words):
+            export_hf(run.checkpoint(2), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_recipe_without_a_hugging_face_config_is_told_the_way_out(tmp_path: Path) -> None:
+    begun = trained(two_layers(tmp_path / "run"), stop_at=1)
+    with pytest.raises(
+        UsageError, match=r"its recipe named no Hugging Face config; give the recipe .* hf_config\(args\)"
+    ):
+        export_hf(begun.checkpoint(1), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_hf_config_returns_is_checked_before_a_start(tmp_path: Path) -> None:
+    config = llama(tmp_path / "run", named="")
+    recipe = tmp_path / "odd.py"
+    for returned, words in (
+        ("[1]", "hf_config returned a list of 1, expected a dict"),
+        ("{'model_type': 'llama'}", "hf_config returned model_type 'llama' and architectures None, expected the type"),
+        ("{'model_type': 'llama', 'architectures': ['A'], 'eps': float('nan')}", "a dict that is not plain JSON"),
+    ):
+        lines = [
+            "from tests.support.recipes.train_two_layers import *",
+            "def hf_config(args):",
+            f"    return {returned}",
+        ]
+        recipe.write_text("\n".join([*lines, ""]))
+        done = train({**config, "recipe": str(recipe), "recipe_args": {}})
+        assert done.codes == [2, 2]
+        assert words in done.errors[0]
