@@ -172,6 +172,20 @@ def export_command(
     _end(lambda: command.run(path, output, form, json), json)
 
 
+@app.command("import")
+def import_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A .safetensors file, or a folder with one or its parts.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new .safetensors file.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Turn a plain model into one file that init_from starts from; no pickle is read."""
+    from shardrun.cli import import_model as command
+
+    _end(lambda: command.run(source, output, json), json)
+
+
 @app.command("verify-resume")
 def verify_resume(
     target: Annotated[

@@ -76,6 +76,19 @@ def test_one_two_three_one_keeps_every_tensor_and_every_world_goes_on(
     assert (at / "model.safetensors").read_bytes() == (first.checkpoint(2) / "model.safetensors").read_bytes()
 
 
+def test_owners_of_whole_tensors_are_those_that_a_run_chooses_itself(tmp_path: Path) -> None:
+    alone = trained(config(tmp_path / "alone", 1, "muon"), stop_at=1).checkpoint(1)
+    pair = trained(config(tmp_path / "pair", 2, "muon"), stop_at=1).checkpoint(1)
+    owners = [
+        read_manifest(checkpoint)[0]["groups"]["default"]["optimizer"]["owners"]
+        for checkpoint in (pair, reshard(alone, tmp_path / "two", 2).path)
+    ]
+    assert owners[0] == owners[1]
+    assert set(owners[0].values()) == {0, 1}
+    back = reshard(reshard(pair, tmp_path / "three", 3).path, tmp_path / "back", 2).path
+    assert records(back) == records(pair)
+
+
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3)])
 def test_on_the_fly_is_the_same_as_a_reshard_and_a_resume(tmp_path: Path, before: int, now: int) -> None:
     begun = trained(config(tmp_path / "first", before), stop_at=2)
