@@ -44,6 +44,7 @@ class Communicator(DataPlane):
         super().__init__(group, state, backend, device)
         self.parent = parent
         """The world that this subgroup was made from; None for a world."""
+        self._sessions = 0
 
     @staticmethod
     def single() -> Communicator:
@@ -205,6 +206,11 @@ class Communicator(DataPlane):
     def named(self, rank: int) -> str:
         """A rank of this communicator as messages name it: "rank 2", or "rank 2 (rank 0 of the subgroup 2,3)"."""
         return self._group.named(rank)
+
+    def number_session(self) -> int:
+        """The number, from 1, by which all ranks know the session that they have just made together here; local."""
+        self._sessions += 1
+        return self._sessions
 
     def enter(self, phase: str, *, cannot_fail: bool = False) -> None:
         """Mark the beginning of a phase of the step; local. In a phase that cannot fail the observer cannot either."""

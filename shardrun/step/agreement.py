@@ -125,11 +125,12 @@ def weight_problems(weight: object, world_size: int) -> list[str]:
 
 
 def agree_window(
-    comm: Communicator, call: str, layout: str, request: Request, paths: Sequence[str], pending: Pending
+    comm: Communicator, call: str, identity: str, request: Request, paths: Sequence[str], pending: Pending
 ) -> Window:
     """Compare `request` and the presence of gradients over all ranks of `comm`, which step one session; collective.
 
-    `call` names the step and `layout` all its buckets: ranks in different steps meet here, not in a data collective.
+    `call` names the step, `identity` the session and its buckets: ranks in different steps, or in steps of different
+    sessions however alike, meet here and not in a data collective.
     Raises StepRefused on every rank, or EmptyWindowError for a global weight of 0 in mean mode; nothing has changed.
     """
     problems = [*request.problems(comm.world_size), *pending.problems]
@@ -137,7 +138,7 @@ def agree_window(
     bitmap = pending.bitmap
     found = comm.compare(
         call,
-        f"layout {layout}",
+        identity,
         {"terms": request.terms(), "presence": bitmap},
         [weight, int(weight > 0), len(problems)],
     )
@@ -162,7 +163,7 @@ class Joining:
     comm: Communicator
     name: str
     state: str
-    """Its step number and layout, as text: equal on all ranks of its group."""
+    """Its number, step and layout, as text: equal on all ranks of its group."""
     request: Request
     paths: Sequence[str]
     pending: Pending

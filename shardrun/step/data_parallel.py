@@ -118,7 +118,14 @@ class WholeGradients:
     stages_on_gradients = False
 
     def __init__(
-        self, name: str, comm: Communicator, parameters: Mapping[str, nn.Parameter], order: Sequence[str], adopt: bool
+        self,
+        name: str,
+        number: int,
+        comm: Communicator,
+        parameters: Mapping[str, nn.Parameter],
+        order: Sequence[str],
+        *,
+        adopt: bool,
     ) -> None:
         self.name = name
         self.comm = comm
@@ -129,7 +136,7 @@ class WholeGradients:
         dtypes = {path: str(parameters[path].dtype).removeprefix("torch.") for path in order}
         entries = [Entry(path, parameters[path].numel(), dtypes[path], 0) for path in order]
         layout = plan_layout(entries, _BUCKET_NUMEL)
-        self.layout_digest = layout.digest[:16]
+        self.identity = f"session {number}, layout {layout.digest[:16]}"
         self.flat = FlatGradients(layout, parameters, comm.rank, comm.world_size, adopt=adopt)
         self.paths = self.flat.paths
         self._reduced: list[Tensor] = []
@@ -197,7 +204,7 @@ class _Reduction(WholeGradients):
     """The phases of a session's reduction."""
 
     def __init__(self, session: SelectedDataParallel) -> None:
-        super().__init__("the session", session.comm, session.parameters, session.order, adopt=True)
+        super().__init__("the session", session.number, session.comm, session.parameters, session.order, adopt=True)
         self._session = session
         self.handed: dict[str, Tensor] = {}
 

@@ -61,8 +61,8 @@ class Strategy(Protocol):
         """Trainable paths in the order of `Pending.present`."""
 
     @property
-    def layout_digest(self) -> str:
-        """Equal on all ranks whose buckets are the same."""
+    def identity(self) -> str:
+        """Number and layout of the session: equal on all ranks that step the same one in the same buckets."""
 
     def collect(self) -> Pending: ...
     def reduce(self, window: Window, pending: Pending) -> None: ...
@@ -199,7 +199,7 @@ def _drop_staged(parts: Sequence[Part]) -> bool:
 def _agree_alone(comm: Communicator, call: str, part: Part) -> bool:
     """Give the only session its window; whether it moves."""
     strategy = part.strategy
-    part.window = agree_window(comm, call, strategy.layout_digest, part.request, strategy.paths, part.pending)
+    part.window = agree_window(comm, call, strategy.identity, part.request, strategy.paths, part.pending)
     return part.moves
 
 
@@ -209,7 +209,7 @@ def _agree(comm: Communicator, call: str, parts: Sequence[Part], weight: object)
         Joining(
             part.strategy.comm,
             part.strategy.name,
-            f"step {part.strategy.step_count + 1}, layout {part.strategy.layout_digest}",
+            f"step {part.strategy.step_count + 1}, {part.strategy.identity}",
             part.request,
             part.strategy.paths,
             part.pending,

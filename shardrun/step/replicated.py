@@ -145,7 +145,8 @@ class _Replica(WholeGradients):
         except UsageError as error:
             problem = error
         _agree(comm, kind, store.selection.contract(), list(parameters), problem)
-        super().__init__("the store", comm, store.selection.parameters, list(parameters), adopt=False)
+        number = comm.number_session()
+        super().__init__("the store", number, comm, store.selection.parameters, list(parameters), adopt=False)
         self._places = store.places
         self.kind = kind
         self.optimizer = elementwise(kind).cls([{"params": list(parameters.values())}], **options)

@@ -31,6 +31,7 @@ class Session:
         self.contract = selection.contract()
         buffers = _buffers(model) if broadcast_buffers else {}
         self._compare(buffers)
+        self.number = comm.number_session()
         self._places = places(model, selection.parameters)
         self.order = self._root_order(order)
         """First paths of the distinct trainable parameters, in the order of the flat buffers."""

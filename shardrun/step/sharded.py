@@ -46,7 +46,7 @@ class ShardedOptimizer(ABC):
         self.name = name
         self.masters = masters
         self.layout = layout
-        self.layout_digest = layout.digest[:16]
+        self.identity = f"session {session.number}, layout {layout.digest[:16]}"
         self.step_count = 0
         self.torn = False
         session.taken_by = f"{type(self).__name__} {name}"

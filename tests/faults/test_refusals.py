@@ -13,7 +13,7 @@ import shardrun as sr
 from shardrun.comm.faults import plan
 from tests.faults.conftest import Outcomes
 from tests.faults.scenes import GOOD_STEPS, Told, ask_otherwise, bring_nan, suffer
-from tests.faults.subjects import SAFE, Subject
+from tests.faults.subjects import SAFE, Subject, digest_of, make_subject
 from tests.faults.test_faults import MAIN
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -104,6 +104,39 @@ def test_a_rank_that_asks_for_something_else_is_refused_by_all(
     ended(f"14 another {what} on one rank", f"{strategy} {world_size}", "refused by all, then all go on", seconds)
 
 
+def _steps_another(comm: sr.Communicator, strategy: str) -> tuple[str, list[str], bool]:
+    """Rank 1 steps the second of two sessions that differ in values alone, then all step both."""
+    first, second, *twins = (make_subject(strategy, comm, seed) for seed in (1, 2, 1, 2))
+    for subject in (first, second, *twins):
+        subject.backward()
+    for twin in twins:
+        twin.step()
+    before = [first.look(), second.look()]
+    with pytest.raises(sr.errors.CallMismatch) as caught:
+        (second if comm.rank == _VICTIM else first).step()
+    changed = [what for old, held in zip(before, (first, second), strict=True) for what in old.differences(held.look())]
+    for subject in (first, second):
+        subject.step()
+    return (
+        str(caught.value),
+        changed,
+        [digest_of(one.look()) for one in (first, second)] == [digest_of(twin.look()) for twin in twins],
+    )
+
+
+@in_the_main_ones
+def test_another_session_of_the_same_shapes_is_refused_by_all(strategy: str, world_size: int, ended: Outcomes) -> None:
+    ranks = run_ranks(world_size, _steps_another, strategy, debug="OFF")
+    assert len({message for message, _, _ in ranks}) == 1
+    for message, changed, right in ranks:
+        assert "rank 0 in " in message
+        assert "session 1, layout " in message
+        assert "session 2, layout " in message
+        assert changed == []
+        assert right
+    ended("14 another session on one rank", f"{strategy} {world_size}", "refused by all, then all go on", 0.0)
+
+
 @where_it_steps
 @pytest.mark.parametrize(
     ("asked", "named"), [({"lr": 0.5}, "lr 0x1.0"), ({"max_grad_norm": 2.0}, "max_grad_norm 0x1.0")]
@@ -182,8 +215,6 @@ def test_nan_on_any_one_rank_is_refused_by_all(
 
 
 def _reduces_nan(comm: sr.Communicator, bad: int) -> list[bool]:
-    from tests.faults.subjects import make_subject
-
     subject = make_subject("data parallel", comm, 1)
     subject.backward("m" if comm.rank == bad else "")
     assert isinstance(subject.session, sr.DataParallel)
