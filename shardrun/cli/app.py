@@ -199,6 +199,12 @@ def verify_resume(
     last: Annotated[
         str | None, typer.Option("--to", metavar="STEP", help="Of a run: replay up to here.", show_default=False)
     ] = None,
+    worlds: Annotated[
+        str | None,
+        typer.Option(
+            "--world", metavar="N,M[,L]", help="Of a config: prove a reshard from N to M ranks.", show_default=False
+        ),
+    ] = None,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a page of text.", show_default=False)
     ] = None,
@@ -212,7 +218,7 @@ def verify_resume(
     """
     from shardrun.cli import verify_resume as command
 
-    ask = command.Ask(json, keep, tamper, first, last, report_file)
+    ask = command.Ask(json, keep, tamper, first, last, worlds, report_file)
     _end(lambda: command.run(target, overrides or [], ask), json)
 
 

@@ -8,12 +8,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shardrun import report
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.config.load import load
+from shardrun.config.schema import Config
 from shardrun.errors import LaunchError, UsageError
 from shardrun.run.legs import LegFailed
 from shardrun.run.lineage import choose
@@ -21,19 +23,26 @@ from shardrun.run.proof import Compared, Proof, facts_of, limits
 from shardrun.run.replay import Replay
 from shardrun.run.stops import DEFAULT_WINDOWS
 from shardrun.run.verify import Verdict, Verification
+from shardrun.run.worlds import WorldsVerification
 
+_STREAMS = (
+    "the bits after a reshard (another number of ranks adds in another order), and the ranks' own random streams, "
+    "which begin anew"
+)
 _LENGTHS = ("train.steps=", "train.epochs=")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What the command line asked for. `first` and `last` name the checkpoints of a run folder to replay between."""
+    """What the command line asked for. `first` and `last` name the checkpoints of a run folder to replay between;
+    `worlds` are numbers of ranks, with commas between."""
 
     json: bool = False
     keep: bool = False
     tamper: str | None = None
     first: str | None = None
     last: str | None = None
+    worlds: str | None = None
     report: Path | None = None
 
 
@@ -86,8 +95,10 @@ def _write(path: Path, proof: Proof) -> None:
 
 
 def _of_run(run_dir: Path, overrides: list[str], ask: Ask) -> Callable[[Path], Proof]:
-    if overrides or ask.tamper:
-        raise UsageError(f"{run_dir} is the folder of a run, which is replayed as it was; leave {overrides} out")
+    if overrides or ask.tamper or ask.worlds:
+        raise UsageError(
+            f"{run_dir} is the folder of a run, which is replayed as it was; only --from and --to go with it"
+        )
     pair = choose(run_dir, ask.first, ask.last)
 
     def prove(scratch: Path) -> Proof:
@@ -105,6 +116,9 @@ def _of_config(config: Path, overrides: list[str], ask: Ask) -> Callable[[Path],
         raise UsageError(f"--from and --to name checkpoints of a run; {config} is not the folder of one")
     settings = load(config, overrides)
     most = None if any(word.startswith(_LENGTHS) for word in overrides) else DEFAULT_WINDOWS
+
+    if ask.worlds is not None:
+        return partial(_of_worlds, config, settings, most, ask)
 
     def prove(scratch: Path) -> Proof:
         began = time.monotonic()
@@ -145,6 +159,34 @@ def _proof(subject: str, verdict: Verdict, last: Path | None, seconds: float) ->
     )
 
 
+def _of_worlds(config: Path, settings: Config, most: int | None, ask: Ask, scratch: Path) -> Proof:
+    began, words = time.monotonic(), str(ask.worlds).split(",")
+    worlds = [int(word) if word.isdecimal() else 0 for word in words]
+    verification = WorldsVerification(settings, worlds, scratch, _Quiet(), most=most, tamper=ask.tamper, say=_say(ask))
+    verdict = verification.run()
+    last = verification.last_checkpoint
+    proof = _proof(f"config {config}", verdict, last, time.monotonic() - began)
+    stops = verdict.plan.stops[: len(worlds) - 1]
+    told = " and ".join(
+        f"from {a} to {b} ranks at {stop}" for a, b, stop in zip(worlds, worlds[1:], stops, strict=False)
+    )
+    begun = [replace(row, what=f"{row.what}, up to {stops[0]}") for row in proof.rows if row.values]
+    ranks = {**proof.facts.get("ranks", {}), "world size": ", then ".join(words)}
+    return replace(
+        proof,
+        subject=f"config {config}: {verdict.plan.end} windows, resharded {told}",
+        claim=f"resharded {told}, the run goes on with the same state to the bit, and stays within "
+        f"{verification.tolerance:g} of the straight run's parameters (norm of the difference, per tensor)",
+        rows=[*begun, *verification.found.rows],
+        facts={**proof.facts, "ranks": ranks},
+        first=proof.first or verification.found.first,
+        not_claimed=[_STREAMS, *proof.not_claimed],
+        hints=[*proof.hints, *([verification.found.hint] if verification.found.hint else [])],
+        how="exact at the reshard, within the tolerance after it",
+        more={"mode": "worlds", "worlds": worlds, "tolerance": verification.tolerance, "plan": verdict.plan.to_json()},
+    )
+
+
 # ---- the screen ------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +196,7 @@ def _say(ask: Ask) -> Callable[[str], None]:
 
 def _show(proof: Proof, kept: Path | None, written: Path | None) -> None:
     report.line()
-    rows = [[row.what, f"{row.values:,}" if row.values else "none", _verdict(row)] for row in proof.rows]
+    rows = [[row.what, f"{row.values:,}" if row.values else "none", row.verdict] for row in proof.rows]
     report.table(proof.subject, ["what", "values", "verdict"], rows)
     report.line()
     for row in proof.rows:
@@ -169,13 +211,9 @@ def _show(proof: Proof, kept: Path | None, written: Path | None) -> None:
     if written is not None:
         report.line(f"report: {written}")
     if proof.first is None:
-        report.line(f"bit-identical: {proof.claim}, in all {proof.values:,} values ({proof.seconds:.1f} s)")
+        report.line(f"{proof.verdict}: {proof.claim}, in all {proof.values:,} values ({proof.seconds:.1f} s)")
     else:
         report.error(f"NOT identical. First difference: {proof.first}")
-
-
-def _verdict(row: Compared) -> str:
-    return "differs" if row.first else "bit-identical" if row.values else "-"
 
 
 def _show_failure(error: LegFailed, again: str, json: bool) -> None:

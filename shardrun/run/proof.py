@@ -31,6 +31,13 @@ class Compared:
     what: str
     values: int
     first: str | None = None
+    how: str = "bit-identical"
+    """How they are equal if none differs."""
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a few words."""
+        return "differs" if self.first else self.how if self.values else "-"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Proof:
     seconds: float
     hints: Sequence[str] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
+    how: str = "bit-identical"
+    """How the two sides are equal if nothing differs."""
 
     @property
     def exit_code(self) -> int:
@@ -60,7 +69,7 @@ class Proof:
     @property
     def verdict(self) -> str:
         """In one or two words."""
-        return "bit-identical" if self.first is None else "different"
+        return self.how if self.first is None else "different"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON; `more` lies over it."""
@@ -68,7 +77,10 @@ class Proof:
             "verdict": self.verdict,
             "subject": self.subject,
             "claim": self.claim if self.first is None else None,
-            "compared": [{"what": row.what, "values": row.values, "first_difference": row.first} for row in self.rows],
+            "compared": [
+                {"what": row.what, "values": row.values, "verdict": row.verdict, "first_difference": row.first}
+                for row in self.rows
+            ],
             "values": self.values,
             "first_difference": self.first,
             "hints": list(self.hints),
@@ -91,11 +103,8 @@ class Proof:
         lines += _labelled("time", f"{self.seconds:.1f} s")
         for name, value in self.facts.items():
             lines += _labelled(name, _flat(value))
-        lines += ["", "Compared, bit for bit", ""]
-        lines += [
-            f"  {row.what:<28} {row.values:>14,}  {'differs' if row.first else 'identical' if row.values else '-'}"
-            for row in self.rows
-        ]
+        lines += ["", "Compared", ""]
+        lines += [f"  {row.what:<36} {row.values:>14,}  {row.verdict}" for row in self.rows]
         for head, texts in (("Notes", self.hints), ("Not claimed", self.not_claimed)):
             if texts:
                 lines += ["", head, ""]

@@ -21,6 +21,7 @@ from shardrun.checkpoint.difference import compare
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import newest
 from shardrun.config.load import differences, from_mapping
+from shardrun.config.schema import Checkpoint
 from shardrun.errors import CheckpointError, StoppedAfterSave, UsageError
 from shardrun.run.changes import recipe_changes
 from shardrun.run.comparison import METRICS, Comparison, leaves, unsteady_text
@@ -102,8 +103,7 @@ class Replay:
             "stop_at": end.step,
             "replay": asked,
         }
-        saving = self._settings.checkpoint.model_copy(update={"every": None, "keep": 1})
-        settings = self._settings.model_copy(update={"checkpoint": saving})
+        settings = self._settings.model_copy(update={"checkpoint": Checkpoint()})  # saved at the end and only there
         self._legs.run(name, settings, run_dir, options, {0, StoppedAfterSave.exit_code})
         found = newest(run_dir)
         if found is None or found.step != end.step:
@@ -181,7 +181,7 @@ class Replay:
         pair = self._pair
         same = _same_files(pair.end.manifest, replayed.manifest)
         facts = {
-            "run": {"id": pair.end.manifest["run"], "folder": str(pair.run_dir)},
+            "run": {"id": pair.end.manifest["run"], "folder": str(pair.run_dir.resolve())},
             "from": {"checkpoint": pair.start.path.name, "manifest sha256": pair.start.manifest_sha256},
             "to": {"checkpoint": pair.end.path.name, "manifest sha256": pair.end.manifest_sha256},
             "files": f"{same[0]} of {same[1]} byte-identical",

@@ -105,9 +105,14 @@ class Verification:
         legs = range(1, len(plan.stops) + 2)
         for leg in legs:
             self.leg(plan, leg)
-            if self.comparison.first is not None:
+            if self.differs:
                 break
-        return self.verdict(plan, stopped_early=self.comparison.first is not None and leg != legs[-1])
+        return self.verdict(plan, stopped_early=self.differs and leg != legs[-1])
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference was found."""
+        return self.comparison.first is not None
 
     def verdict(self, plan: Stops, *, stopped_early: bool = False) -> Verdict:
         """What the comparisons so far have come to."""
@@ -185,12 +190,18 @@ class Verification:
         return Stops.from_json(json.loads((self._straight / "probes-0" / _PLAN).read_text()))
 
     def _launch(
-        self, name: str, run_dir: Path, options: Mapping[str, Any], asked: Mapping[str, Any], expected: int
+        self,
+        name: str,
+        run_dir: Path,
+        options: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        expected: int,
+        settings: Config | None = None,
     ) -> None:
         probes = run_dir / f"probes-{asked['leg']}"
         probes.mkdir(parents=True)
         told = {**options, "verify": {**asked, "folder": str(probes)}}
-        self._legs.run(name, self._settings, run_dir, told, {expected})
+        self._legs.run(name, settings or self._settings, run_dir, told, {expected})
 
 
 def _leg_line(plan: Stops, number: int, begins: int, ends: int, seconds: float) -> str:

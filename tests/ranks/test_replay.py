@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
+from shardrun.cli import verify_resume as command
 from shardrun.config.load import from_mapping, resolved_yaml
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.header import read_header
@@ -97,6 +100,46 @@ def test_the_page_has_all_that_a_reader_needs(interrupted: Trained, tmp_path: Pa
     ):
         assert words in page
     assert proof.to_json()["claim"] == proof.claim
+
+
+def test_the_command_tells_it_to_people_and_to_machines(
+    interrupted: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "Replay", partial(Replay, start=forked))
+    page = tmp_path / "page.txt"
+    assert command.run(interrupted.run_dir, [], command.Ask(first="4", last="6", report=page)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("replayed windows 5 to 6 (")
+    assert f"run {interrupted.run_dir}, replayed from step 4 to step 6" in lines
+    assert lines[-2] == f"report: {page}"
+    assert lines[-1].startswith(
+        "bit-identical: the run, which was stopped and resumed at step 5, is the one that never"
+    )
+    assert page.read_text().startswith("Report of shardrun verify-resume\n")
+    assert command.run(interrupted.run_dir, [], command.Ask(json=True)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1
+    assert {
+        "verdict": "bit-identical",
+        "mode": "run",
+        "from": "step-0000000006",
+        "scratch": None,
+    }.items() <= document.items()
+    assert document["facts"]["versions"]["torch"].startswith("2.")
+    for ask, words in (
+        (command.Ask(worlds="2,1"), []),
+        (command.Ask(), ["train.steps=4"]),
+        (command.Ask(report=tmp_path / "no" / "page"), []),
+    ):
+        with pytest.raises(UsageError):
+            command.run(interrupted.run_dir, words, ask)
+
+
+def test_a_run_that_was_saved_in_the_background_is_replayed(tmp_path: Path) -> None:
+    asked = config(tmp_path / "run")
+    asked["checkpoint"] = {"every": 2, "keep": 2, "keep_every": 4, "async": True}
+    proof = replay(choose(trained(asked).run_dir), tmp_path / "scratch")
+    assert (proof.first, proof.facts["from"]["checkpoint"]) == (None, "step-0000000006")
 
 
 # ---- runs that are not what a replay gives ---------------------------------------------------------------------------

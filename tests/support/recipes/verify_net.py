@@ -22,6 +22,7 @@ class Args(BaseModel):
     samples: int = 26
     dropout: float = 0.25
     slow_s: float = 0.0
+    statistics: bool = True
     fault: Literal["none", "attribute", "data", "chance", "rank"] = "none"
 
 
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x.to(self.first.weight.dtype))
-        if self.training:
+        if self.training and self.args.statistics:
             with torch.no_grad():
                 self.running_mean.lerp_(hidden.mean(0).to(self.running_mean.dtype), 0.1)
                 self.batches += 1
