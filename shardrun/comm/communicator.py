@@ -140,6 +140,11 @@ class Communicator(DataPlane):
         return self._group.ranks
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's handle, for collectives of a model's own; closed by the first failure. None where nothing is sent."""
+        return (self._group.handle or dist.group.WORLD) if self._group.talks else None
+
+    @property
     def is_poisoned(self) -> bool:
         """Whether an earlier failure has closed this communicator."""
         return self._state.is_poisoned

@@ -15,8 +15,6 @@ from shardrun.config.rest import RESTS
 from shardrun.config.section import RULE
 from shardrun.config.suggest import MODELS, meant
 
-GROUPS = "several groups come later; write one group, with select and optimizer at the top level"
-
 _NEEDS = {
     "bool_type": "needs true or false",
     "dict_type": "needs a section (key: value)",
@@ -64,7 +62,7 @@ def _explain(detail: ErrorDetails, document: Document) -> Iterator[Problem]:
     kind, found = detail["type"], detail["input"]
     path = _as_written(detail["loc"])
     if kind == "extra_forbidden":
-        text = GROUPS if path == ("groups",) else f"unknown key (found {shown(found)}); {meant(path, document.data)}"
+        text = f"unknown key (found {shown(found)}); {meant(path, document.data)}"
         yield Problem(document.place(path, of_key=True), f"{dotted(path)}: {text}")
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         yield from _unnamed(path, found, document)
@@ -75,10 +73,10 @@ def _explain(detail: ErrorDetails, document: Document) -> Iterator[Problem]:
 
 def _as_written(path: KeyPath) -> KeyPath:
     """pydantic's location without the members of unions, which it names and the file does not."""
-    if path[:1] == ("optimizer",) and len(path) > 1 and path[1] in MODELS:
-        path = ("optimizer", *path[2:])
-    if path[:2] == ("optimizer", "rest") and len(path) > 2 and path[2] in RESTS:
-        path = ("optimizer", "rest", *path[3:])
+    for key, members in (("optimizer", MODELS), ("rest", RESTS)):
+        if key in path[:-1] and path[path.index(key) + 1] in members:
+            at = path.index(key) + 1
+            path = (*path[:at], *path[at + 1 :])
     return path
 
 

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shardrun.config.groups import Axes, Group, GroupName, Select, axes_problem
 from shardrun.config.optimizers import Optimizer
-from shardrun.config.section import Broken, Count, Fraction, Natural, Patterns, PlainOptions, Section
+from shardrun.config.schedule import Schedule
+from shardrun.config.section import Broken, Count, Natural, Patterns, PlainOptions, Section
 
 SPANS = ("steps", "epochs", "tokens")
 
@@ -32,35 +34,6 @@ class Run(Section):
     """All randomness of the run is derived from it."""
     deterministic: bool = True
     """Only deterministic kernels: the same config on the same machine gives the same bits."""
-
-
-class Select(Section):
-    """The parameters that are trained; all others are frozen."""
-
-    include: Patterns = ("*",)
-    """Globs over dotted parameter paths, or re:... for a regular expression."""
-    exclude: Patterns = ()
-    """Taken out of what include matched."""
-
-
-class Schedule(Section):
-    """The learning rate over the updates."""
-
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
-    warmup_steps: Natural = 0
-    """Updates over which the rate rises linearly to optimizer.lr."""
-    min_lr_ratio: Fraction = 0.0
-    """The rate at the end of linear and cosine, as a share of optimizer.lr."""
-    total_steps: Count | None = None
-    """Updates until the end of the shape; null: the run's length."""
-
-    @classmethod
-    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
-        """A constant rate falls to nothing."""
-        ratio, name = given.get("min_lr_ratio"), given.get("name", "constant")
-        if name == "constant" and isinstance(ratio, int | float) and ratio is not True and 0 < ratio <= 1:
-            yield Broken("min_lr_ratio", f"{ratio} has no effect with schedule.name constant; choose linear or cosine")
 
 
 class Train(Section):
@@ -137,6 +110,8 @@ class Topology(Section):
     """Seconds that a rank waits for the others at the rendezvous, before anything is built."""
     save_timeout_s: Timeout = 3600.0
     """Seconds that a rank waits for the others in a save or a restore, where a slow disk is waited for."""
+    axes: Axes = Field(default={})
+    """Names and sizes of axes whose product is world_size, the last one fastest; for groups that live on some ranks."""
     threads_per_rank: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of torch per rank. Part of the numerics."""
     allow_non_loopback: bool = False
@@ -145,6 +120,12 @@ class Topology(Section):
     """New worlds that this start may begin after failed ones, each from the newest checkpoint."""
     sync_unselected: bool = False
     """At start, broadcast unselected parameters and buffers that differ between ranks; else refuse."""
+
+    @classmethod
+    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
+        """Axes that make up the world."""
+        if broken := axes_problem(given.get("axes", {}), given.get("world_size", 1)):
+            yield broken
 
 
 class Checkpoint(Section):
@@ -204,7 +185,9 @@ class Config(Section):
     init_from: Annotated[Path, Field(strict=False)] | None = None
     """A plain .safetensors file with the parameters to start from (relative to this file)."""
     select: Select = Select()
-    optimizer: Optimizer
+    optimizer: Optimizer | None = None
+    groups: Annotated[dict[GroupName, Group], Field(strict=False)] = Field(default={})
+    """Several groups of parameters by name, in place of select and optimizer; all take one step together."""
     schedule: Schedule = Schedule()
     train: Train
     data: Data = Data()
@@ -213,6 +196,24 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     eval: Eval = Eval()
+
+    @classmethod
+    def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
+        """One way to say what is trained."""
+        groups = given.get("groups")
+        if not groups and "optimizer" not in given:
+            yield Broken("optimizer", "required key is missing; or groups, for several of them")
+        for key in ("select", "optimizer"):
+            if groups and given.get(key) is not None:
+                yield Broken(key, "given besides groups; write it in the groups that it is about")
+
+    @property
+    def parts(self) -> dict[str, Group]:
+        """The groups by name; one that is written at the top level is called "default"."""
+        if self.groups:
+            return dict(self.groups)
+        assert self.optimizer is not None  # by the rules
+        return {"default": Group(select=self.select, optimizer=self.optimizer)}
 
 
 # Nothing under these keys changes what is trained.

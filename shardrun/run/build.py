@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +12,18 @@ from torch import nn
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.config import CommunicatorConfig
 from shardrun.config.matrices import Factory
+from shardrun.config.schedule import Schedule as ScheduleConfig
 from shardrun.config.schema import Config
 from shardrun.data.loader import MicroBatchLoader
 from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
-from shardrun.run.optimizer import Placement, Sharded, shard_optimizer
+from shardrun.run.groups import TrainedGroup, open_world, replica_set, select_groups
+from shardrun.run.optimizer import Placement, shard_optimizer
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
-from shardrun.shard.selection import Selection, select_parameters
+from shardrun.shard.selection import Selection
 from shardrun.step.agreement import MissingGradientPolicy
 from shardrun.step.data_parallel import SelectedDataParallel
 
@@ -36,18 +39,26 @@ class Built:
     world: World
     recipe: Recipe
     model: nn.Module
-    selection: Selection
-    sharded: Sharded
-    """The optimizer over the selected trainable parameters, which steps them."""
+    groups: list[TrainedGroup]
+    """What is trained, in the order of the config."""
     loader: MicroBatchLoader
     val_loader: MicroBatchLoader | None
     """Goes over the val split in order; None where no validation is asked for."""
-    schedule: Schedule
     missing: MissingGradientPolicy
     autocast: bool
     notes: list[str]
     buffer_forms: dict[str, str]
     """Shape and dtype of every buffer as the recipe built it: what a restore can put back."""
+
+    @property
+    def selected(self) -> dict[str, nn.Parameter]:
+        """Path -> parameter, of all groups."""
+        return {path: p for group in self.groups for path, p in group.selection.parameters.items()}
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether ranks talk inside the model, so that each has to run the same number of micro-batches."""
+        return any(size > 1 for size in self.config.topology.axes.values())
 
     @property
     def stop_position(self) -> int | None:
@@ -81,51 +92,68 @@ def open_communicator(config: Config) -> Communicator:
     return Communicator.open(joined)
 
 
-def build(config: Config, comm: Communicator, saved: Placement | None = None) -> Built:
-    """Recipe, model, selection, session, optimizer and data of this rank. Collective; differences are refused.
+def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | None = None) -> Built:
+    """Recipe, model, groups and data of this rank. Collective; differences are refused.
 
-    `saved` is the placement of parameters in the checkpoint to go on from: a model that defines its parameters in
-    another order than the one that was saved is the same model.
+    `saved` has the placement of each group's parameters in the checkpoint to go on from: a model that defines its
+    parameters in another order than the one that was saved is the same model.
     """
     recipe = load_recipe(config.recipe, config.recipe_args)
-    world = World(comm.rank, comm.world_size)
+    world = open_world(comm, config)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
     model = recipe.build_model(world)
     models.refuse_unfit(model)
     # Before the cast, which would part tensors that share memory without a word.
-    selection = select_parameters(model, config.select.include, config.select.exclude, comm=comm)
+    selections = select_groups(comm, model, config.parts)
     dtype = models.PARAMETER_DTYPES[config.precision.parameters]
     models.place_model(model, dtype, comm.device)
     notes = _model_notes(model, dtype)
     if config.init_from is not None:
         models.init_from(model, config.init_from)
-    models.freeze_unselected(selection)
-    notes += _selection_notes(selection)
-    differed = models.compare_unselected(comm, model, selection, config.topology.sync_unselected)
+    selected = {path for selection in selections.values() for path in selection.parameters}
+    unselected = models.freeze_unselected(model, selected)
+    notes += [note for name, selection in selections.items() for note in _selection_notes(name, selection, config)]
+    differed = models.compare_unselected(comm, model, unselected, config.topology.sync_unselected, world.axes)
     if differed:
         notes.append(f"{differed} unselected tensors differed between ranks and were overwritten by rank 0's")
     checkpointed = models.checkpoint_activations(model, config.train.activation_checkpointing)
     if checkpointed:
         notes.append(f"activations of {checkpointed} modules are computed again in backward")
-    session = SelectedDataParallel(comm, model, selection, None if saved is None else saved.order)
-    notes += _factory_notes(config)
     loader = _loader(config, recipe, comm)
+    groups = [_group(name, config, comm, model, selections[name], recipe, loader, saved or {}) for name in config.parts]
+    notes += _factory_notes(config)
     return Built(
         config=config,
         comm=comm,
         world=world,
         recipe=recipe,
         model=model,
-        selection=selection,
-        sharded=shard_optimizer(config, session, recipe, saved),
+        groups=groups,
         loader=loader,
         val_loader=_val_loader(config, recipe, comm),
-        schedule=_schedule(config, loader),
         missing=MissingGradientPolicy(config.train.missing_gradients),
         autocast=config.precision.autocast == "bf16",
         notes=notes,
         buffer_forms=models.buffer_forms(model),
     )
+
+
+def _group(
+    name: str,
+    config: Config,
+    comm: Communicator,
+    model: nn.Module,
+    selection: Selection,
+    recipe: Recipe,
+    loader: MicroBatchLoader,
+    saved: Mapping[str, Placement],
+) -> TrainedGroup:
+    asked, placement = config.parts[name], saved.get(name)
+    own = replica_set(comm, config, asked)
+    session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
+    sharded = shard_optimizer(name, config, session, recipe, placement)
+    schedule = _schedule(config, asked.schedule or config.schedule, loader)
+    return TrainedGroup(name, asked, own, selection, sharded, schedule)
 
 
 def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:
@@ -138,23 +166,25 @@ def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:
     return notes
 
 
-def _selection_notes(selection: Selection) -> list[str]:
+def _selection_notes(name: str, selection: Selection, config: Config) -> list[str]:
+    where = f"groups.{name}: " if config.groups else ""
     trainable = [path for path, parameter in selection.parameters.items() if parameter.requires_grad]
     if not trainable:
-        raise SelectionError("select: nothing that is selected is trainable; the recipe froze all of it")
-    notes = [f"{path} is selected as another name of a selected tensor" for path in selection.added]
+        raise SelectionError(f"{where}select: nothing that is selected is trainable; the recipe froze all of it")
+    notes = [f"{where}{path} is selected as another name of a selected tensor" for path in selection.added]
     frozen = len(selection.parameters) - len(trainable)
     if frozen:
-        notes.append(f"{frozen} selected parameters are frozen by the recipe: kept as they are, not sharded")
+        notes.append(f"{where}{frozen} selected parameters are frozen by the recipe: kept as they are, not sharded")
     return notes
 
 
 def _factory_notes(config: Config) -> list[str]:
-    asked = config.optimizer
-    if not isinstance(asked, Factory):
-        return []
-    told = f"optimizer: {asked.factory} of the recipe is declared {asked.kind}"
-    return [f"{told}; a few small tensors were stepped to check that, which finds the usual mistakes and is no proof"]
+    factories = [part.optimizer for part in config.parts.values() if isinstance(part.optimizer, Factory)]
+    return [
+        f"optimizer: {asked.factory} of the recipe is declared {asked.kind}; a few small tensors were stepped to check "
+        "that, which finds the usual mistakes and is no proof"
+        for asked in factories
+    ]
 
 
 def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:
@@ -194,8 +224,8 @@ def _val_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatc
         raise UsageError(f"val split (eval.every, eval.at_end): {error}") from error
 
 
-def _schedule(config: Config, loader: MicroBatchLoader) -> Schedule:
-    asked, train = config.schedule, config.train
+def _schedule(config: Config, asked: ScheduleConfig, loader: MicroBatchLoader) -> Schedule:
+    train = config.train
     total = asked.total_steps or train.steps
     if total is None and train.epochs is not None:
         total = train.epochs * windows_per_epoch(loader.samples, train.global_batch_size, config.data.drop_last)

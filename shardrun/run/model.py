@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from shardrun.errors import CheckpointError, ConfigError, ContractError
 from shardrun.optim.kinds import OptionGroup
 from shardrun.records.tensors import host_bytes
 from shardrun.shard.contract import Contract
-from shardrun.shard.selection import Selection, clean_path, named_parameters, pattern
+from shardrun.shard.selection import clean_path, named_parameters, pattern
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -144,10 +144,12 @@ def _init_misfits(
     return problems
 
 
-def freeze_unselected(selection: Selection) -> None:
-    """No gradient for what no group selects."""
-    for parameter in selection.unselected.values():
+def freeze_unselected(model: nn.Module, selected: Collection[str]) -> dict[str, nn.Parameter]:
+    """No gradient for what no group selects; returns it by clean path."""
+    unselected = {path: parameter for path, parameter in named_parameters(model) if path not in selected}
+    for parameter in unselected.values():
         parameter.requires_grad_(False)
+    return unselected
 
 
 def option_groups(
@@ -190,17 +192,26 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
     return len(outermost)
 
 
-def compare_unselected(comm: Communicator, model: nn.Module, selection: Selection, sync: bool) -> int:
+def compare_unselected(
+    comm: Communicator, model: nn.Module, unselected: Mapping[str, nn.Parameter], sync: bool, axes: Mapping[str, int]
+) -> int:
     """Unselected parameters and all buffers must be the same on every rank; collective.
 
     A difference is refused naming the first tensor, or with `sync` overwritten by rank 0's. Returns how many differed.
+    With `axes` a rank may be without what others have: its part of the model is another one.
     """
-    replicated = {path: parameter.data for path, parameter in selection.unselected.items()} | named_buffers(model)
+    replicated = {path: parameter.data for path, parameter in unselected.items()} | named_buffers(model)
     digests = {path: _digest(tensor) for path, tensor in sorted(replicated.items())}
     if not comm.compare("unselected", "", {"digests": repr(sorted(digests.items()))}).differing:
         return 0
     by_rank = comm.agree("unselected digests", digests)
-    differing = [path for path in sorted(set().union(*by_rank)) if len({held.get(path) for held in by_rank}) > 1]
+    differing = [
+        path
+        for path in sorted(set().union(*by_rank))
+        if len({held.get(path) for held in by_rank if path in held or not axes}) > 1
+    ]
+    if not differing:
+        return 0
     misfits = [p for p in differing if len({str(h.get(p, "absent")).split(":")[0] for h in by_rank}) > 1]
     if misfits or not sync:
         first = (misfits or differing)[0]

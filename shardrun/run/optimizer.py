@@ -51,18 +51,18 @@ class Placement:
 
 
 def shard_optimizer(
-    config: Config, session: SelectedDataParallel, recipe: Recipe, saved: Placement | None = None
+    name: str, config: Config, session: SelectedDataParallel, recipe: Recipe, saved: Placement | None = None
 ) -> Sharded:
-    """The config's optimizer over the session's trainable parameters; collective.
+    """The optimizer of group `name` over the session's trainable parameters; collective over the group.
 
     Owners are those of `saved`, if it is about these parameters and ranks.
     """
-    asked, masters = config.optimizer, config.precision.master_weights
+    asked, masters = config.parts[name].optimizer, config.precision.master_weights
     optimizer = _declared(asked, recipe) if isinstance(asked, Factory) else asked.name
     options = _options(asked)
     groups = option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], session.contract)
     if asked.strategy == "zero2":
-        return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, **options)
+        return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, name=name, **options)
     rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
     left = matching(rest.match, session.contract, "optimizer.rest.match") if rest.match else frozenset()
     _require_any(optimizer, session, left)
@@ -76,6 +76,7 @@ def shard_optimizer(
         rest_options=rest.model_dump(exclude={"name", "match"}) | {"lr": asked.lr if rest.lr is None else rest.lr},
         rest_paths=left,
         masters=masters,
+        name=name,
         **options,
     )
 

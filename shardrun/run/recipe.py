@@ -11,12 +11,13 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, SupportsIndex, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardrun.errors import ConfigError, UsageError
@@ -30,6 +31,15 @@ class World:
 
     rank: int
     world_size: int
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Name -> size, of the axes of the topology."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """Name -> this rank's place on the axis."""
+    groups: Mapping[str, dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """torch's process group of the ranks that differ from this one in `axis` only; None where there are none."""
+        return self.groups.get(axis)
 
 
 class Recipe:

@@ -15,8 +15,8 @@ from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, Sto
 from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
 from shardrun.run.forward import Tally, loss_of, sum_over_ranks
+from shardrun.run.groups import step_groups
 from shardrun.run.journal import Journal
-from shardrun.run.optimizer import mean_step
 from shardrun.run.progress import Progress
 from shardrun.run.replicas import compare_replicas
 from shardrun.run.saving import Saving
@@ -140,17 +140,18 @@ class Trainer:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""
         built, progress = self.built, self.progress
         max_grad_norm = built.config.train.max_grad_norm
-        lr = built.config.optimizer.lr * built.schedule.factor(progress.updates)
+        lr = built.groups[0].lr(progress.updates)
         grad_norm, skipped = None, None
         try:
-            result = mean_step(built.sharded)(
-                local_weight=tally.weight,
-                lr=lr,
-                missing=built.missing,
-                max_grad_norm=math.inf if max_grad_norm is None else max_grad_norm,
+            result = step_groups(
+                built.groups,
+                tally.weight,
+                progress.updates,
+                built.missing,
+                math.inf if max_grad_norm is None else max_grad_norm,
             )
             grad_norm = result.grad_norm
-            if len(result.absent) == len(built.sharded.trainable_parameters):
+            if not result.moved:
                 skipped = "no gradient"
                 progress.skipped_empty += 1
             else:
@@ -160,14 +161,14 @@ class Trainer:
         except EmptyWindowError:
             skipped = "empty"
             progress.skipped_empty += 1
-            built.sharded.discard_gradients()
+            self._discard_gradients()
         except NonFiniteError as error:
             self._skipped_in_a_row += 1
             if built.config.train.nonfinite == "stop" or self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
                 raise
             skipped = "nonfinite"
             progress.skipped_nonfinite += 1
-            built.sharded.discard_gradients()
+            self._discard_gradients()
             self.journal.note(f"window {progress.step + 1} is skipped: {error}", once=False)
         else:
             self._skipped_in_a_row = 0
@@ -199,6 +200,10 @@ class Trainer:
         self._stopping = self._hurried or planned > 0
         self._all_waiting = waiting == comm.world_size
         return loss, tokens
+
+    def _discard_gradients(self) -> None:
+        for group in self.built.groups:
+            group.sharded.discard_gradients()
 
     @property
     def finished(self) -> bool:

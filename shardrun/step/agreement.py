@@ -167,6 +167,8 @@ class Joining:
     request: Request
     paths: Sequence[str]
     pending: Pending
+    contributes: bool | None = None
+    """Whether this rank's gradients count; None: if its weight is above 0."""
 
     @property
     def title(self) -> str:
@@ -217,16 +219,17 @@ def _group_window(part: Joining, own_weight: int, world_weight: int) -> tuple[Wi
     """One session's window, agreed on in its own group, and why it is refused, if it is."""
     mean = part.request.mode == MEAN
     own = own_weight if mean else integer_weight(part.request.weight)
+    contributes = own > 0 if part.contributes is None else part.contributes
     bitmap = part.pending.bitmap
     try:
-        found = part.comm.compare("gradients", part.name, {"presence": bitmap}, [own, int(own > 0)])
+        found = part.comm.compare("gradients", part.name, {"presence": bitmap}, [own, int(contributes)])
         active, contributors = found.sums
-        shown = _shown(part.comm, bitmap, own > 0, contributors, bool(found.differing))
+        shown = _shown(part.comm, bitmap, contributes, contributors, bool(found.differing))
     except CallMismatch as error:
         error.agreed = False  # the group has agreed on it, the rest of the world has not heard of it
         raise
     told = _missing(part.request, part.paths, shown, part.comm.ranks)
-    return Window(world_weight if mean else active, own > 0, _present(part.paths, shown)), told
+    return Window(world_weight if mean else active, contributes, _present(part.paths, shown)), told
 
 
 def _shown(comm: Communicator, bitmap: str, contributes: bool, contributors: int, differs: bool) -> dict[int, str]:

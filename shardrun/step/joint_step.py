@@ -85,6 +85,8 @@ class Part:
     request: Request
     misuse: tuple[str, ...] = ()
     """What is wrong with the call on this rank."""
+    contributes: bool | None = None
+    """Whether this rank's gradients count; None: if its weight is above 0."""
     pending: Pending = field(default=Pending((), ()))
     window: Window = field(default=Window(0, False, {}))
 
@@ -213,6 +215,7 @@ def _agree(comm: Communicator, call: str, parts: Sequence[Part], weight: object)
             part.request,
             part.strategy.paths,
             part.pending,
+            part.contributes,
         )
         for part in parts
     ]
@@ -266,6 +269,7 @@ def take_step(
     *,
     local_weight: int | Tensor,
     local_active: Mapping[str, bool] | None = None,
+    local_contributes: Mapping[str, bool] | None = None,
     lr: float | Mapping[str, float] | None = None,
     missing: MissingGradientPolicy | str = MissingGradientPolicy.ERROR,
     max_grad_norm: float | None = None,
@@ -275,8 +279,9 @@ def take_step(
     Collective over the world of their communicators: every rank calls, with its own sessions, which may be on the world
     or on subgroups of it and have names of their own. Sessions named in `local_active` are stepped by their sum, with
     this rank active or not; the others by their mean over the weight of the whole WORLD, whatever their group
-    (`local_weight`: samples or tokens in this rank's loss sum; it counts whichever sessions a rank has). `lr` is the
-    base rate of all, or name -> base rate; a session without one takes what its `optimizer.param_groups` say. The norm
+    (`local_weight`: samples or tokens in this rank's loss sum; it counts whichever sessions a rank has). A rank of
+    weight 0 contributes zeros; `local_contributes` says otherwise of a session whose gradients come from the samples of
+    other ranks too, as those of experts do that were sent tokens. `lr` is the base rate of all, or name -> base rate; a session without one takes what its `optimizer.param_groups` say. The norm
     counts every element of every group once.
     Raises StepRefused kin on all ranks of the world with nothing changed, or StepFailed.
     """
@@ -285,14 +290,14 @@ def take_step(
     ordered = sorted(sessions, key=lambda s: (-s.comm.world_size, s.comm.ranks, s.name))  # the same on all ranks
     worlds = [session.comm.parent or session.comm for session in ordered]
     world = max(worlds, key=lambda comm: comm.world_size)  # where the other ranks wait, should there be several
-    active = local_active or {}
+    active, contributes = local_active or {}, local_contributes or {}
     rates = lr if isinstance(lr, Mapping) else {session.name: lr for session in sessions}
-    misuse = tuple(_misuse(sessions, worlds, active, rates))
+    misuse = tuple(_misuse(sessions, worlds, {"local_active": active, "local_contributes": contributes, "lr": rates}))
     parts = []
     for session in ordered:
         mode, weight = (SUM, as_flag(active[session.name])) if session.name in active else (MEAN, local_weight)
         request = session.request(mode, weight, rates.get(session.name), missing, max_grad_norm)
-        parts.append(Part(session, request, misuse))
+        parts.append(Part(session, request, misuse, contributes.get(session.name)))
     call = f"step {ordered[0].step_count + 1} of {' + '.join(session.name for session in sessions)}"
     norm = run_step(world, call, parts, max_grad_norm, joint=True, weight=local_weight)
     return {part.strategy.name: session.result(part.window, norm) for session, part in zip(ordered, parts, strict=True)}
@@ -306,15 +311,14 @@ def as_flag(active: object) -> object:
 def _misuse(
     sessions: Sequence[Stepping],
     worlds: Sequence[Communicator],
-    active: Mapping[str, bool],
-    rates: Mapping[str, float | None],
+    given: Mapping[str, Mapping[str, object]],
 ) -> Iterator[str]:
     """What is wrong with the call on this rank; all ranks hear of it."""
     names = [session.name for session in sessions]
     if len(set(names)) < len(names):
         yield f"sessions of one step have names of their own, found {', '.join(names)}"
-    for what, given in (("local_active", active), ("lr", rates)):
-        for name in sorted(given.keys() - set(names)):
+    for what, by_name in given.items():
+        for name in sorted(by_name.keys() - set(names)):
             yield f"{what} names {name}, which is none of the sessions {', '.join(names)}"
     if any(world is not worlds[0] for world in worlds):
         yield "the sessions of one step are on one world or on subgroups of it, found sessions of different worlds"

@@ -1,0 +1,141 @@
+"""The groups of a run: the ranks on which each is replicated, the parameters it trains, and their common step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardrun.comm.communicator import Communicator
+from shardrun.config.groups import Group, axis_lines, places, replica_sets
+from shardrun.config.schema import Config
+from shardrun.errors import SelectionError
+from shardrun.run.optimizer import Sharded, mean_step
+from shardrun.run.recipe import World
+from shardrun.run.schedule import Schedule
+from shardrun.shard.selection import Selection, select_parameters
+from shardrun.step.agreement import MissingGradientPolicy
+from shardrun.step.joint_step import take_step
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """One group of the config on this rank."""
+
+    name: str
+    asked: Group
+    comm: Communicator
+    """The replica set that this rank is in: the world, or a subgroup of it."""
+    selection: Selection
+    sharded: Sharded
+    """The optimizer over its trainable parameters, which steps them."""
+    schedule: Schedule
+
+    @property
+    def spread(self) -> bool:
+        """Whether other ranks hold other parameters under this name."""
+        return self.comm.parent is not None
+
+    def lr(self, updates: int) -> float:
+        """The base learning rate of the update after so many."""
+        return self.asked.optimizer.lr * self.schedule.factor(updates)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What came of one step of all groups."""
+
+    grad_norm: float | None
+    absent: list[str]
+    """Trainable parameters of this rank without a gradient on any rank that has them."""
+    moved: bool
+    """Whether any parameter of this rank had one."""
+
+
+def open_world(comm: Communicator, config: Config) -> World:
+    """What recipes are told of the ranks, with a process group along each axis; collective."""
+    axes = config.topology.axes
+    groups = {axis: _own(comm, axis_lines(axis, axes)).process_group for axis, size in axes.items() if size > 1}
+    return World(comm.rank, comm.world_size, dict(axes), places(axes)[comm.rank] if axes else {}, groups)
+
+
+def replica_set(comm: Communicator, config: Config, group: Group) -> Communicator:
+    """The communicator of the ranks that hold the same parameters of `group` as this one; collective."""
+    sets = replica_sets(group.replicas, config.topology.axes, comm.world_size)
+    return comm if len(sets) == 1 else _own(comm, sets)
+
+
+def _own(comm: Communicator, sets: Sequence[Sequence[int]]) -> Communicator:
+    """The subgroup that this rank is in, of those that all ranks make in the same order."""
+    made = [comm.subgroup(ranks) for ranks in sets]
+    return next(one for one in made if one is not None)
+
+
+def select_groups(comm: Communicator, model: nn.Module, parts: Mapping[str, Group]) -> dict[str, Selection]:
+    """What each group selects on this rank; SelectionError on all ranks for what is wrong on any. Collective."""
+    found: dict[str, Selection] = {}
+    problem: SelectionError | None = None
+    try:
+        for name, part in parts.items():
+            found[name] = _select(name, model, part, len(parts) > 1)
+        _require_one_group_each(found)
+    except SelectionError as error:
+        problem = error
+    comm.agree("selection", error=problem)
+    return found
+
+
+def _select(name: str, model: nn.Module, part: Group, several: bool) -> Selection:
+    try:
+        return select_parameters(model, part.select.include, part.select.exclude)
+    except SelectionError as error:
+        raise SelectionError(f"groups.{name}.{error}") from None if several else error
+
+
+def _require_one_group_each(selections: Mapping[str, Selection]) -> None:
+    """A parameter in two groups would be stepped twice."""
+    taken: dict[str, str] = {}
+    for name, selection in selections.items():
+        for path in selection.parameters:
+            if path in taken:
+                raise SelectionError(
+                    f"groups: {path} is selected by {taken[path]} and by {name}; exclude it from one of them"
+                )
+            taken[path] = name
+
+
+def step_groups(
+    groups: Sequence[TrainedGroup],
+    weight: int | Tensor,
+    updates: int,
+    missing: MissingGradientPolicy,
+    max_grad_norm: float,
+) -> Stepped:
+    """Take one step of all groups, on every rank or on none; collective over the world. Raises what a step raises.
+
+    Gradients of a spread group also come from the samples of ranks with which its parameters are exchanged: its ranks
+    contribute whatever their own weight is.
+    """
+    rates = {group.name: group.lr(updates) for group in groups}
+    if len(groups) == 1 and not groups[0].spread and groups[0].asked.reduce == "mean":
+        sharded = groups[0].sharded
+        results = {
+            sharded.name: mean_step(sharded)(
+                local_weight=weight, lr=rates[groups[0].name], missing=missing, max_grad_norm=max_grad_norm
+            )
+        }
+    else:
+        results = take_step(
+            [group.sharded for group in groups],
+            local_weight=weight,
+            local_active={g.name: g.spread or int(weight) > 0 for g in groups if g.asked.reduce == "sum"},
+            local_contributes={g.name: True for g in groups if g.asked.reduce == "mean" and g.spread},
+            lr=rates,
+            missing=missing,
+            max_grad_norm=max_grad_norm,
+        )
+    absent = [path for result in results.values() for path in result.absent]
+    trainable = sum(len(group.sharded.trainable_parameters) for group in groups)
+    norm = next(iter(results.values())).grad_norm
+    return Stepped(norm, absent, len(absent) < trainable)
