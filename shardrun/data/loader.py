@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sized
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 from torch.utils.data import IterableDataset, default_collate
@@ -106,6 +107,16 @@ class MicroBatchLoader:
         places = micro_batches(window, self._micro_batch_size)[number]
         indices = sample_indices(self._seed, window.epoch, self.samples, places.start, places.stop, self._shuffle)
         return self._fetcher[Task(window.epoch, number, places.start, tuple(indices.tolist()))][1]
+
+    def most_micro_batches(self, window: Window) -> int:
+        """How many micro-batches of `window` the rank has that has most of them."""
+        total = -(-window.samples // self._micro_batch_size)
+        return -(-total // self._world_size)
+
+    @cached_property
+    def first_batch(self) -> Any:
+        """The first sample as a micro-batch of its own: what a batch looks like."""
+        return self._fetcher[Task(0, 0, 0, (0,))][1]
 
     def close(self) -> None:
         """End the worker processes. Iterators made before end at the next window."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
+from shardrun.data.loader import MicroBatchLoader
+from shardrun.data.order import Window
+from shardrun.errors import UsageError
 from shardrun.run.build import Built
 
 
@@ -24,6 +27,32 @@ def _autocast(built: Built) -> AbstractContextManager[object]:
     if not built.autocast:
         return nullcontext()
     return torch.autocast(built.comm.device.type, dtype=torch.bfloat16)
+
+
+def empty_losses(built: Built, loader: MicroBatchLoader, window: Window, own: int) -> Iterator[Tensor]:
+    """The loss sums of empty micro-batches, as many as this rank has fewer (`own`) than another one in `window`.
+
+    Where ranks exchange tokens inside the model, each of them has to pass through it equally often. None elsewhere.
+    """
+    for _ in range(loader.most_micro_batches(window) - own if built.exchanging else 0):
+        loss_sum, weight = loss_of(built, _without_rows(loader.first_batch))
+        if int(weight) != 0:
+            raise UsageError(
+                f"{built.recipe.source}: loss gives an empty micro-batch the weight {int(weight)}, expected 0: ranks "
+                "with fewer micro-batches than others pass batches without samples through the model (topology.axes)"
+            )
+        yield loss_sum
+
+
+def _without_rows(batch: Any) -> Any:
+    """`batch` with every tensor in it cut to no rows."""
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return type(batch)({key: _without_rows(value) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_without_rows, batch))
+    return type(batch)(map(_without_rows, batch)) if isinstance(batch, list | tuple) else batch
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

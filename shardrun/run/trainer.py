@@ -14,7 +14,7 @@ from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, StoppedAfterSave
 from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
-from shardrun.run.forward import Tally, loss_of, sum_over_ranks
+from shardrun.run.forward import Tally, empty_losses, loss_of, sum_over_ranks
 from shardrun.run.groups import step_groups
 from shardrun.run.journal import Journal
 from shardrun.run.progress import Progress
@@ -110,8 +110,9 @@ class Trainer:
 
     def _accumulate(self, window: Window, share: Iterable[tuple[int, Any]]) -> Tally:
         """Forward and backward of this rank's micro-batches; gradients of the loss SUM add up in FP32."""
-        tally, built = Tally(), self.built
+        tally, built, own = Tally(), self.built, 0
         for number, batch in share:
+            own += 1
             if self.witness is not None:
                 self.witness.saw(self.progress, window, number, batch)
             # Every micro-batch has streams of its own, so that dropout depends neither on placement nor on a resume.
@@ -123,6 +124,9 @@ class Trainer:
                 loss_sum.backward()  # type: ignore[no-untyped-call]
             tally.add(loss_sum, weight)
             built.comm.enter("data")
+        built.comm.enter("forward")
+        for nothing in empty_losses(built, built.loader, window, own):
+            nothing.backward()  # type: ignore[no-untyped-call]
         if window.dropped:
             self.journal.note(
                 f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)"

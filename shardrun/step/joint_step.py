@@ -281,8 +281,8 @@ def take_step(
     this rank active or not; the others by their mean over the weight of the whole WORLD, whatever their group
     (`local_weight`: samples or tokens in this rank's loss sum; it counts whichever sessions a rank has). A rank of
     weight 0 contributes zeros; `local_contributes` says otherwise of a session whose gradients come from the samples of
-    other ranks too, as those of experts do that were sent tokens. `lr` is the base rate of all, or name -> base rate; a session without one takes what its `optimizer.param_groups` say. The norm
-    counts every element of every group once.
+    other ranks too, as those of experts do that were sent tokens. `lr` is the base rate of all, or name -> base rate; a
+    session without one takes what its `optimizer.param_groups` say. The norm counts every element of every group once.
     Raises StepRefused kin on all ranks of the world with nothing changed, or StepFailed.
     """
     if not sessions:
