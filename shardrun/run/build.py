@@ -11,6 +11,7 @@ from torch import nn
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.config import CommunicatorConfig
+from shardrun.config.groups import replica_sets
 from shardrun.config.matrices import Factory
 from shardrun.config.schedule import Schedule as ScheduleConfig
 from shardrun.config.schema import Config
@@ -19,7 +20,7 @@ from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
-from shardrun.run.groups import TrainedGroup, open_world, replica_set, select_groups
+from shardrun.run.groups import TrainedGroup, open_world, record_name, replica_set, select_groups
 from shardrun.run.optimizer import Placement, shard_optimizer
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
@@ -148,12 +149,15 @@ def _group(
     loader: MicroBatchLoader,
     saved: Mapping[str, Placement],
 ) -> TrainedGroup:
-    asked, placement = config.parts[name], saved.get(name)
+    asked = config.parts[name]
     own = replica_set(comm, config, asked)
+    sets = replica_sets(asked.replicas, config.topology.axes, comm.world_size)
+    part = sets.index(own.ranks) if own is not comm else 0
+    placement = saved.get(record_name(name, part, len(sets)))
     session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
     sharded = shard_optimizer(name, config, session, recipe, placement)
     schedule = _schedule(config, asked.schedule or config.schedule, loader)
-    return TrainedGroup(name, asked, own, selection, sharded, schedule)
+    return TrainedGroup(name, record_name(name, part, len(sets)), asked, own, selection, sharded, schedule)
 
 
 def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:

@@ -34,7 +34,9 @@ def empty_losses(built: Built, loader: MicroBatchLoader, window: Window, own: in
 
     Where ranks exchange tokens inside the model, each of them has to pass through it equally often. None elsewhere.
     """
+    phase = built.comm.phase
     for _ in range(loader.most_micro_batches(window) - own if built.exchanging else 0):
+        built.comm.enter("validation" if phase == "validation" else "forward")
         loss_sum, weight = loss_of(built, _without_rows(loader.first_batch))
         if int(weight) != 0:
             raise UsageError(

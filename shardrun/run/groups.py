@@ -24,6 +24,8 @@ class TrainedGroup:
     """One group of the config on this rank."""
 
     name: str
+    record_name: str
+    """As checkpoints name what this rank's replica set holds."""
     asked: Group
     comm: Communicator
     """The replica set that this rank is in: the world, or a subgroup of it."""
@@ -51,6 +53,11 @@ class Stepped:
     """Trainable parameters of this rank without a gradient on any rank that has them."""
     moved: bool
     """Whether any parameter of this rank had one."""
+
+
+def record_name(name: str, part: int, parts: int) -> str:
+    """As checkpoints name what one of `parts` replica sets of a group holds."""
+    return f"{name}-{part}" if parts > 1 else name
 
 
 def open_world(comm: Communicator, config: Config) -> World:

@@ -94,7 +94,7 @@ def live_leaves(sharded: Sharded) -> Iterator[LiveLeaf]:
 
 def _optimizer_tensors(built: Built) -> dict[str, Tensor]:
     found = {}
-    for leaf in live_leaves(built.sharded):
+    for leaf in every_leaf(built):
         if leaf.is_master:
             found[f"fp32 masters/{leaf.name}"] = leaf.tensor
         for key, value in leaf.state.items():
@@ -107,7 +107,7 @@ def _optimizer_numbers(built: Built) -> dict[str, Any]:
     """Plain numbers that a recipe's own optimizer keeps in its state, by name."""
     return {
         f"{leaf.name}/{key}": _exact(value)
-        for leaf in live_leaves(built.sharded)
+        for leaf in every_leaf(built)
         for key, value in leaf.state.items()
         if not isinstance(value, Tensor)
     }

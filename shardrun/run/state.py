@@ -21,6 +21,7 @@ from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.reshard import RESHARDED
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
+from shardrun.config.groups import replica_sets
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
 from shardrun.errors import CheckpointError, DivergenceError, by_all
@@ -28,6 +29,7 @@ from shardrun.records.fit import group_violations
 from shardrun.records.tensors import host_bytes
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
+from shardrun.run.groups import record_name
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
@@ -55,13 +57,12 @@ def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Ma
     _refuse_grown_buffers(built)
     model = named_tensors(built.model)
     aliases = tied_names(built.model)
-    sharded = built.sharded
     return Snapshot(
         step=progress.step,
         manifest=_sections(built, progress, lineage),
         model={name: tensor for name, tensor in model.items() if name not in aliases},
         aliases=aliases,
-        records={sharded.name: sharded.to_record()},
+        records={group.record_name: group.sharded.to_record() for group in built.groups},
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
         param_sha256=partial(_sha256_of_compared, progress.step, [*distinct_parameters(built.model)], compared),
     )
@@ -100,7 +101,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "attempt": lineage.attempt,
         "parent": None if lineage.parent is None else lineage.parent.name,
         "counters": progress.to_json(),
-        "topology": {"members": {built.sharded.name: list(range(built.comm.world_size))}},
+        "topology": {"members": _members(built)},
         "schedule": {**config.schedule.model_dump(mode="json"), "position": progress.updates},
         "data": {"identity": built.loader.identity, "samples": built.loader.samples, "position": progress.position},
         "recipe": {"source": Path(built.recipe.source).name, "sha256": built.recipe.sha256},
@@ -109,6 +110,15 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "meaning": meaning(config),
         **({} if built.recipe.hf_config is None else {"hf_config": built.recipe.hf_config}),
     }
+
+
+def _members(built: Built) -> dict[str, list[int]]:
+    """Ranks of every replica set, by the name of its record."""
+    members = {}
+    for group in built.groups:
+        sets = replica_sets(group.asked.replicas, built.config.topology.axes, built.comm.world_size)
+        members |= {record_name(group.name, part, len(sets)): list(ranks) for part, ranks in enumerate(sets)}
+    return members
 
 
 def numerics(built: Built) -> dict[str, Any]:
@@ -135,18 +145,18 @@ def _sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def saved_order(comm: Communicator, source: Source) -> Placement | None:
-    """How the checkpoint that `resume` will take up has placed the parameters; collective.
+def saved_order(comm: Communicator, source: Source) -> dict[str, Placement]:
+    """How the checkpoint that `resume` will take up has placed the parameters of each record; collective.
 
-    None where there is none, or where it cannot be read: `resume` says why.
+    Empty where there is none, or where it cannot be read: `resume` says why.
     """
-    found: dict[str, Any] | None = None
+    found: dict[str, Any] = {}
     if comm.rank == 0:
         with suppress(CheckpointError, OSError, LookupError, TypeError, AttributeError, ValueError, StopIteration):
             manifest, _ = read_manifest(next(one.path for one in candidates(source.path) if one.complete))
-            found = asdict(Placement.of(manifest["groups"]["default"]))
+            found = {name: asdict(Placement.of(group)) for name, group in manifest["groups"].items()}
     shared = comm.agree("saved placement", found)[0]
-    return None if shared is None else Placement(**shared)
+    return {name: Placement(**placement) for name, placement in shared.items()}
 
 
 def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progress, Lineage]:
@@ -172,7 +182,7 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
 
 def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
     """Refuse what means something else than what was saved, or fit the record to what is accepted; collective."""
-    manifest, sharded = loaded.manifest, built.sharded
+    manifest = loaded.manifest
     recipe: list[str] = []
 
     def changed() -> list[str]:
@@ -182,20 +192,25 @@ def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) ->
     lines = _of_any_rank(built, loaded, "changes", changed)
     if lines and not accepts:
         raise by_all(refusal(source, lines))
-    meta = sharded.record_meta()
+    metas = {group.record_name: group.sharded.record_meta() for group in built.groups}
 
     def misfits() -> list[str]:
-        group, found = manifest["groups"][sharded.name], []
-        if accepts:
-            found = optimizer_misfits(group["optimizer"], meta["optimizer"], partial(state_keys, sharded))
-            group = {**group, "optimizer": meta["optimizer"]}
-        return found or group_violations(group, {key: meta[key] for key in ("optimizer", "layout")})
+        found = []
+        for group in built.groups:
+            saved, meta = manifest["groups"][group.record_name], metas[group.record_name]
+            lines = []
+            if accepts:
+                lines = optimizer_misfits(saved["optimizer"], meta["optimizer"], partial(state_keys, group.sharded))
+                saved = {**saved, "optimizer": meta["optimizer"]}
+            found += lines or group_violations(saved, {key: meta[key] for key in ("optimizer", "layout")})
+        return found
 
     if lines := _of_any_rank(built, loaded, "changed optimizer", misfits):
         raise by_all(CheckpointError(f"checkpoint {loaded.path} does not fit this run: " + "\n  ".join(lines)))
     if accepts:
         built.notes.extend(recipe)
-        loaded.records[sharded.name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
+        for name, meta in metas.items():
+            loaded.records[name].meta.update({key: meta[key] for key in ("numerics", "optimizer")})
 
 
 def _of_any_rank(built: Built, loaded: Loaded, tag: str, look: Callable[[], list[str]]) -> list[str]:
@@ -215,11 +230,10 @@ def _attempt(built: Built) -> str:
 
 def _expected(built: Built) -> dict[str, Any]:
     aliases = tied_names(built.model)
-    sharded = built.sharded
     return {
         "topology": {"world_size": built.comm.world_size},
         # Of what the config says, changes are told as such once they are known: `_judge_changes`.
-        "groups": {sharded.name: {"contract": sharded.record_meta()["contract"]}},
+        "groups": {g.record_name: {"contract": g.sharded.record_meta()["contract"]} for g in built.groups},
         "model": {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in named_tensors(built.model).items()
@@ -251,7 +265,8 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
-    built.sharded.load_record(loaded.records[built.sharded.name])
+    for group in built.groups:
+        group.sharded.load_record(loaded.records[group.record_name])
     targets = named_tensors(built.model)
     for name, tensor in loaded.model.items():
         targets[name].copy_(tensor)

@@ -27,7 +27,7 @@ def scramble(built: Built, seed: int) -> None:
     seed_all(derive_seed(Purpose.MODEL, seed, built.comm.rank))
     generator = torch.Generator().manual_seed(derive_seed(Purpose.MODEL, seed, built.comm.rank, 1))
     tensors = [parameter.data for parameter in built.model.parameters()] + list(built.model.buffers())
-    for leaf in live_leaves(built.sharded):
+    for leaf in every_leaf(built):
         tensors += [leaf.tensor, *(value for value in leaf.state.values() if isinstance(value, Tensor))]
         numbers = {key: value for key, value in leaf.state.items() if not isinstance(value, Tensor)}
         leaf.state.update({key: type(value)(not value) for key, value in numbers.items()})
@@ -70,19 +70,19 @@ def _buffer(built: Built, progress: Progress) -> None:
 
 
 def _master(built: Built, progress: Progress) -> None:
-    masters = [leaf.tensor for leaf in live_leaves(built.sharded) if leaf.is_master]
+    masters = [leaf.tensor for leaf in every_leaf(built) if leaf.is_master]
     why = "fp32 parameters have none; set precision.parameters: bf16"
     _on_last_holder("master", built, [partial(_flip, tensor) for tensor in masters], why)
 
 
 def _moment(built: Built, progress: Progress) -> None:
-    moments = [value for leaf in live_leaves(built.sharded) for value in _tensors(leaf) if value.dim() > 0]
+    moments = [value for leaf in every_leaf(built) for value in _tensors(leaf) if value.dim() > 0]
     _on_last_holder("moment", built, [partial(_flip, tensor) for tensor in moments], _keeps_none(built))
 
 
 def _step_count(built: Built, progress: Progress) -> None:
     changes: list[Callable[[], object]] = []
-    for leaf in live_leaves(built.sharded):
+    for leaf in every_leaf(built):
         changes += [partial(tensor.add_, 1) for tensor in _tensors(leaf) if tensor.dim() == 0]
         counts = [key for key, value in leaf.state.items() if type(value) is int]
         changes += [partial(leaf.state.update, {key: leaf.state[key] + 1}) for key in counts]

@@ -124,7 +124,6 @@ class Trainer:
                 loss_sum.backward()  # type: ignore[no-untyped-call]
             tally.add(loss_sum, weight)
             built.comm.enter("data")
-        built.comm.enter("forward")
         for nothing in empty_losses(built, built.loader, window, own):
             nothing.backward()  # type: ignore[no-untyped-call]
         if window.dropped:
