@@ -1,6 +1,6 @@
 """gpt.py with mixture-of-experts layers, whose experts may live on different ranks.
 
-Every token goes to its `top_k` experts, none is dropped (after Fedus et al. 2021, Switch Transformers; Gale et al. 2022,
+Every token goes to its `top_k` experts, none is dropped (Fedus et al. 2021, Switch Transformers; Gale et al. 2022,
 MegaBlocks). Without an axis `experts` in the topology every rank holds all experts and nothing is sent; with one, its
 ranks hold equal contiguous parts of them and exchange tokens by all-to-all. Parameter paths, beside those of gpt.py:
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import VOCABULARY, Attention, Mlp, build_data, bytes_per_token
+from gpt import VOCABULARY, Attention, Mlp, build_data, bytes_per_token  # type: ignore[import-not-found]
 from gpt import Args as DenseArgs
 from pydantic import Field
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ __all__ = ["Args", "build_data", "build_model", "bytes_per_token", "loss"]
 AXIS = "experts"
 
 
-class Args(DenseArgs):
+class Args(DenseArgs):  # type: ignore[misc]
     """What `recipe_args` in the config may hold."""
 
     experts: int = Field(4, ge=1, description="experts of each layer, over all ranks")
@@ -49,8 +49,13 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sent, received, group = ctx.way
-        returned: Tensor = _Exchange.apply(grads[0], received, sent, group)
-        return returned, None, None, None
+        return exchange(grads[0], received, sent, group), None, None, None
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """`rows` at the ranks for which they are, and the rows for this one, by rank; autograd sends gradients back."""
+    arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return arrived
 
 
 class Moe(nn.Module):
@@ -87,22 +92,22 @@ class Moe(nn.Module):
         coming = torch.empty_like(sent)
         dist.all_to_all_single(coming, sent, group=self.group)
         sizes, arriving = sent.sum(dim=1).tolist(), coming.sum(dim=1).tolist()
-        arrived: Tensor = _Exchange.apply(rows, sizes, arriving, self.group)
+        arrived = exchange(rows, sizes, arriving, self.group)
         # They come rank by rank, each in the order of experts: put those of one expert together.
         number = torch.arange(coming.shape[1], device=coming.device).repeat(self.ranks)
         order = number.repeat_interleave(coming.flatten()).argsort(stable=True)
         computed = self._through_experts(arrived[order], coming.sum(dim=0).tolist())
-        back: Tensor = _Exchange.apply(computed[order.argsort()], arriving, sizes, self.group)
-        return back
+        return exchange(computed[order.argsort()], arriving, sizes, self.group)
 
     def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """An expert without a row is not called: it has no gradient then, and is left alone by the step."""
-        parts = [expert(part) for expert, part in zip(self.experts.values(), rows.split(counts), strict=True) if len(part)]
+        pieces = zip(self.experts.values(), rows.split_with_sizes(counts), strict=True)
+        parts = [expert(piece) for expert, piece in pieces if len(piece)]
         # A rank without any row is a part of the exchange all the same, in backward too.
         return torch.cat(parts) if parts else rows * 1.0
 
     def balance_loss(self) -> Tensor:
-        """Experts times the sum over them of (share of tokens) x (mean of the router), times tokens: a sum over these."""
+        """Experts times the sum over them of (share of tokens) x (mean of the router); a sum over tokens, too."""
         assert self.load is not None
         counts, shares = self.load
         return len(counts) * (counts / counts.sum().clamp(min=1) * shares).sum()
@@ -162,7 +167,7 @@ def build_model(args: Args, world: Any) -> MoeGPT:
     return model
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def loss(model: MoeGPT, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropy over the labelled tokens (in nats), in training with the balance losses; how many."""
     inputs, labels = batch
     logits = model(inputs).flatten(0, 1).float()

@@ -22,6 +22,8 @@ WORLD = "world"
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=50)]
 Axes = Annotated[dict[GroupName, Count], Field(strict=False)]
 RankSets = tuple[tuple[int, ...], ...]
+Ranks = Annotated[tuple[int, ...], Field(strict=False)]
+RankLists = Annotated[tuple[Ranks, ...], Field(strict=False)]
 
 
 class Select(Section):
@@ -38,7 +40,7 @@ class Group(Section):
 
     select: Select = Select()
     """The parameters of the group; every trained parameter is in one group."""
-    replicas: Annotated[str | tuple[tuple[int, ...], ...], Field(strict=False)] = WORLD
+    replicas: str | RankLists = WORLD
     """Where it is replicated: world; an axis, at each of whose places other parameters are; or lists of ranks."""
     reduce: Literal["mean", "sum"] = "mean"
     """mean: divided by the weight of the whole world; sum: not divided, for losses that carry their denominator."""

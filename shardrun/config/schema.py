@@ -203,8 +203,9 @@ class Config(Section):
         groups = given.get("groups")
         if not groups and "optimizer" not in given:
             yield Broken("optimizer", "required key is missing; or groups, for several of them")
+        everything = Select().model_dump(mode="json")  # what a resolved config has there
         for key in ("select", "optimizer"):
-            if groups and given.get(key) is not None:
+            if groups and given.get(key) not in (None, Select(), everything):
                 yield Broken(key, "given besides groups; write it in the groups that it is about")
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ class Built:
     def selected(self) -> dict[str, nn.Parameter]:
         """Path -> parameter, of all groups."""
         return {path: p for group in self.groups for path, p in group.selection.parameters.items()}
+
+    @property
+    def spread(self) -> list[tuple[Communicator, Collection[str]]]:
+        """What only some ranks hold alike: their communicator and the paths."""
+        return [(group.comm, group.selection.parameters) for group in self.groups if group.spread]
 
     @property
     def exchanging(self) -> bool:

@@ -75,6 +75,11 @@ class LiveLeaf:
         return f"{self.path}@{self.start}"
 
 
+def every_leaf(built: Built) -> Iterator[LiveLeaf]:
+    """Each leaf that this rank steps, of all groups."""
+    return (leaf for group in built.groups for leaf in live_leaves(group.sharded))
+
+
 def live_leaves(sharded: Sharded) -> Iterator[LiveLeaf]:
     """Each leaf that this rank steps, in the order of the flat buffers."""
     groups = [(share.optimizer, group) for share in shares(sharded) for group in share.optimizer.param_groups]
@@ -142,17 +147,24 @@ def _exact(value: object) -> object:
 def _positions(built: Built, progress: Progress) -> dict[str, Any]:
     counters = progress.to_json()
     updates, position = counters.pop("updates"), counters.pop("position")
-    rates = [built.config.optimizer.lr * built.schedule.factor(updates + ahead) for ahead in range(_COMING_WINDOWS)]
-    every = [group for share in shares(built.sharded) for group in share.optimizer.param_groups]
+    rates = [group.lr(updates + ahead) for group in built.groups for ahead in range(_COMING_WINDOWS)]
+    optimizers = [share.optimizer for group in built.groups for share in shares(group.sharded)]
+    every = [group for optimizer in optimizers for group in optimizer.param_groups]
     groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in every]
     numbers = _optimizer_numbers(built)
     return {
-        "counters": {**counters, "optimizer_steps": built.sharded.step_count},
+        "counters": {**counters, "optimizer_steps": _step_counts(built)},
         "schedule": {"position": updates, "next_lr": [_exact(rate) for rate in rates]},
         "data position": {"position": position, "next_windows": list(_coming(built, position))},
         "optimizer options": {str(number): group for number, group in enumerate(groups)},
         **({"optimizer numbers": numbers} if numbers else {}),
     }
+
+
+def _step_counts(built: Built) -> int | dict[str, int]:
+    """Of the only group, or by name."""
+    counts = {group.name: group.sharded.step_count for group in built.groups}
+    return counts if len(counts) > 1 else next(iter(counts.values()))
 
 
 def _coming(built: Built, position: int) -> Iterator[dict[str, Any]]:

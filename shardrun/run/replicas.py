@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -25,14 +25,18 @@ from shardrun.comm.group import listed
 from shardrun.errors import DivergenceError, by_all
 from shardrun.run.model import distinct_parameters
 
+Spread = tuple[Communicator, Collection[str]]
 _CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a core's cache
 _ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
 
 
-def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> dict[str, str]:
-    """Return if every parameter is the same on all ranks, bit for bit; collective, and nothing is changed.
+def compare_replicas(
+    comm: Communicator, model: nn.Module, spread: Sequence[Spread], prevented: str
+) -> dict[str, str]:
+    """Return if every parameter is the same on all ranks that have it, bit for bit; collective, nothing is changed.
 
-    Gives the digests that were compared, by path; none in a world of one.
+    `spread` has the parameters that only some ranks hold alike, by path, with the communicator of these. Gives the
+    digests that were compared, by path; none in a world of one.
 
     DivergenceError on all ranks otherwise, naming the first tensor and the ranks that differ; `prevented` is what does
     not happen then, as its first words. Tied parameters count once; buffers are each rank's own.
@@ -40,18 +44,31 @@ def compare_replicas(comm: Communicator, model: nn.Module, prevented: str) -> di
     if comm.world_size == 1:
         return {}
     digests = {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
-    if not comm.compare("replicas", "", {"digests": repr([*digests.items()])}).differing:
+    local = {path for _, paths in spread for path in paths}
+    sets = [(comm, digests.keys() - local), *((group, digests.keys() & set(paths)) for group, paths in spread)]
+    differs = False
+    for group, paths in sets:
+        held = sorted((path, digests[path]) for path in paths)
+        differs |= bool(group.compare("replicas", "", {"digests": repr(held)}).differing)
+    if spread:  # other ranks may be in groups of which this one knows nothing
+        differs = comm.compare("replicas of all groups", "", sums=[int(differs)]).sums[0] > 0
+    if not differs:
         return digests
     every: list[dict[str, str]] = comm.agree("replica digests", digests)
-    differing = [path for path in sorted(set().union(*every)) if len({held.get(path) for held in every}) > 1]
+    shown = {path: _holders(path, every, some=bool(spread)) for path in sorted(set().union(*every))}
+    differing = [path for path, held in shown.items() if len(set(held.values())) > 1]
     first, more = differing[0], f" ({len(differing)} of {len(digests)} parameters in all)" if len(differing) > 1 else ""
     raise by_all(
         DivergenceError(
-            f"{prevented}, because {first}{more} is not the same on all ranks: "
-            f"{_sides([held.get(first, 'none') for held in every])}. Nothing of it is saved; look for faulty memory, "
-            "and for a recipe that writes to parameters on its own"
+            f"{prevented}, because {first}{more} is not the same on all ranks: {_sides(shown[first])}. "
+            "Nothing of it is saved; look for faulty memory, and for a recipe that writes to parameters on its own"
         )
     )
+
+
+def _holders(path: str, every: Sequence[Mapping[str, str]], *, some: bool) -> dict[int, str]:
+    """Rank -> its digest of `path`; `some`: a rank may be without it."""
+    return {rank: held.get(path, "none") for rank, held in enumerate(every) if path in held or not some}
 
 
 def digest(tensor: Tensor) -> str:
@@ -85,10 +102,10 @@ def _numbers(device: torch.device) -> Tensor:
     return (torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator) | 1).to(device)
 
 
-def _sides(held: Sequence[str]) -> str:
+def _sides(held: Mapping[int, str]) -> str:
     """Which ranks hold the same, the most first; where there is no most, that nobody can say who is right."""
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(held):
+    for rank, one in held.items():
         ranks.setdefault(one, []).append(rank)
     ordered = Counter({one: len(members) for one, members in ranks.items()}).most_common()
     (right, most), *others = ordered

@@ -96,7 +96,7 @@ class Saving:
 
     def _save(self, progress: Progress, wait: bool) -> None:
         built, lineage, asked = self.built, self.lineage, self.built.config.checkpoint
-        compared = compare_replicas(built.comm, built.model, f"step {progress.step} is not saved")
+        compared = compare_replicas(built.comm, built.model, built.spread, f"step {progress.step} is not saved")
         snapshot = snapshot_of(built, progress, lineage, compared)
         self.saved_step = progress.step
         begun = (begin_save if self._in_background and not wait else save)(

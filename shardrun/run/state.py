@@ -114,7 +114,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
 
 def _members(built: Built) -> dict[str, list[int]]:
     """Ranks of every replica set, by the name of its record."""
-    members = {}
+    members: dict[str, list[int]] = {}
     for group in built.groups:
         sets = replica_sets(group.asked.replicas, built.config.topology.axes, built.comm.world_size)
         members |= {record_name(group.name, part, len(sets)): list(ranks) for part, ranks in enumerate(sets)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import UsageError, by_all
 from shardrun.run.build import Built
-from shardrun.run.probe import LiveLeaf, live_leaves
+from shardrun.run.probe import LiveLeaf, every_leaf
 from shardrun.run.progress import Progress
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,7 +94,8 @@ def _tensors(leaf: LiveLeaf) -> list[Tensor]:
 
 
 def _keeps_none(built: Built) -> str:
-    return f"{built.sharded.kind.name} with these options keeps none"
+    kinds = " and ".join(dict.fromkeys(group.sharded.kind.name for group in built.groups))
+    return f"{kinds} with these options keeps none"
 
 
 def _on_last_holder(name: str, built: Built, changes: Sequence[Callable[[], object]], why: str) -> None:

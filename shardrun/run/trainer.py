@@ -137,7 +137,7 @@ class Trainer:
         every, window = self.built.config.train.check_replicas_every, self.progress.step + 1
         if every is not None and window % every == 0:
             self.built.comm.enter("replicas")
-            compare_replicas(self.built.comm, self.built.model, f"step {window} is not made")
+            compare_replicas(self.built.comm, self.built.model, self.built.spread, f"step {window} is not made")
 
     def _update(self, window: Window, tally: Tally) -> dict[str, Any]:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""

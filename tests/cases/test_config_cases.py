@@ -60,15 +60,15 @@ def test_c123_unknown_keys_end_the_run_before_it_starts(tmp_path: Path) -> None:
 def test_c124_a_number_in_exponent_form_is_a_number(tmp_path: Path) -> None:
     short = write(tmp_path, CONFIG.replace("0.0001", "1e-4"))
     config = load(short)
-    assert type(config.optimizer.lr) is float
-    assert config.optimizer.lr == 0.0001
+    assert type(config.parts["default"].optimizer.lr) is float
+    assert config.parts["default"].optimizer.lr == 0.0001
     assert resolved_yaml(config) == resolved_yaml(load(write(tmp_path, CONFIG)))
     printed = shardrun("validate", str(short), "--json")
     assert json.loads(printed.stdout)["config"]["optimizer"]["lr"] == 0.0001
     stored = tmp_path / "config.resolved.yaml"
     stored.write_text(resolved_yaml(config))
-    assert load(stored).optimizer.lr == 0.0001
-    assert load(short, ["optimizer.lr=2E-4"]).optimizer.lr == 0.0002
+    assert load(stored).parts["default"].optimizer.lr == 0.0001
+    assert load(short, ["optimizer.lr=2E-4"]).parts["default"].optimizer.lr == 0.0002
 
 
 def test_c125_the_same_key_twice_is_an_error_with_both_lines(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_a_good_config_has_its_defaults_and_absolute_paths(folder: Path, monkeyp
     config = load(written(folder, GOOD))
     assert config.recipe == str(folder / "recipe.py")
     assert (config.run.name, config.run.dir) == ("c", elsewhere / "runs/c")
-    assert config.optimizer.lr == 1e-3
-    assert isinstance(config.optimizer, AdamW)
-    assert config.optimizer.weight_decay == 0.01
+    assert config.parts["default"].optimizer.lr == 1e-3
+    assert isinstance(config.parts["default"].optimizer, AdamW)
+    assert config.parts["default"].optimizer.weight_decay == 0.01
     assert config.select.include == ("*",)
     assert (config.checkpoint.every, config.checkpoint.keep, config.topology.timeout_s) == (None, 2, 1800.0)
 

@@ -53,14 +53,14 @@ def torch_options(name: str) -> dict[str, Any]:
 def test_options_and_defaults_are_those_of_torch(name: str) -> None:
     model, known = OPTIMIZERS[name], torch_options(name)
     assert {key for key in model.model_fields if key not in OURS} == known.keys()
-    made = config({"name": name, "lr": known["lr"]}).optimizer.model_dump(exclude=OURS)
+    made = config({"name": name, "lr": known["lr"]}).parts["default"].optimizer.model_dump(exclude=OURS)
     assert made == known
 
 
 @pytest.mark.parametrize("name", RESTS)
 def test_what_steps_the_rest_has_the_options_of_torch(name: str) -> None:
     known = torch_options(name)
-    made = config({"name": "muon", "lr": 1, "rest": {"name": name}}).optimizer.model_dump()["rest"]
+    made = config({"name": "muon", "lr": 1, "rest": {"name": name}}).parts["default"].optimizer.model_dump()["rest"]
     assert made == {**known, "name": name, "lr": None, "match": ()}
 
 
@@ -178,15 +178,15 @@ def test_a_problem_in_the_rest_is_placed_at_its_line(tmp_path: Path) -> None:
                     "train: {steps: 1, micro_batch_size: 1, global_batch_size: 1}\n")  # fmt: skip
     with pytest.raises(ConfigError, match=r"c\.yaml:7:10: optimizer\.rest\.eps: -1 is out of range"):
         load(path)
-    assert load(path, ["optimizer.rest.eps=1"]).optimizer.model_dump()["rest"]["eps"] == 1
+    assert load(path, ["optimizer.rest.eps=1"]).parts["default"].optimizer.model_dump()["rest"]["eps"] == 1
 
 
 def test_strategies_have_the_default_that_fits() -> None:
-    assert config({"name": "adamw", "lr": 1}).optimizer.strategy == "zero2"
-    assert config({"name": "adamw", "lr": 1, "strategy": "zero1"}).optimizer.strategy == "zero1"
-    assert config(MUON).optimizer.strategy == "zero1"
-    assert config(FACTORY).optimizer.strategy == "zero1"
-    assert config({**FACTORY, "kind": "elementwise"}).optimizer.strategy == "zero2"
+    assert config({"name": "adamw", "lr": 1}).parts["default"].optimizer.strategy == "zero2"
+    assert config({"name": "adamw", "lr": 1, "strategy": "zero1"}).parts["default"].optimizer.strategy == "zero1"
+    assert config(MUON).parts["default"].optimizer.strategy == "zero1"
+    assert config(FACTORY).parts["default"].optimizer.strategy == "zero1"
+    assert config({**FACTORY, "kind": "elementwise"}).parts["default"].optimizer.strategy == "zero2"
 
 
 def test_a_config_of_before_means_what_it_meant() -> None:
@@ -194,7 +194,7 @@ def test_a_config_of_before_means_what_it_meant() -> None:
     group = {"match": ["*"], "weight_decay": 0}
     keys = {}
     for name in ("adamw", "adam", "sgd"):
-        made = config({"name": name, "lr": 1, "options": [group]}).optimizer.model_dump(mode="json")
+        made = config({"name": name, "lr": 1, "options": [group]}).parts["default"].optimizer.model_dump(mode="json")
         keys[name] = ({*made}, {*made["options"][0]})
     adam = {"name", "strategy", "lr", "fused", "betas", "eps", "amsgrad", "options", "weight_decay"}
     assert keys["adamw"] == keys["adam"] == (adam, {"match", "weight_decay", "lr_scale", "betas", "eps"})
@@ -238,5 +238,5 @@ def test_a_resolved_section_is_read_again_to_an_equal_one(
     made = config(optimizer)
     path = tmp_path_factory.getbasetemp() / "resolved.yaml"
     path.write_text(resolved_yaml(made))
-    assert load(path).optimizer == made.optimizer
+    assert load(path).parts["default"].optimizer == made.optimizer
     assert from_mapping(json.loads(json.dumps(made.model_dump(mode="json")))) == made

@@ -133,7 +133,7 @@ def test_the_config_is_good(tmp_path: Path) -> None:
     config.write_text(fenced("yaml", "A config").replace("../recipes", str(ROOT / "recipes")))
     settings = load(config)
     assert settings.topology.world_size == 2
-    assert settings.optimizer.options[0].model_dump()["weight_decay"] == 0.0
+    assert settings.parts["default"].optimizer.options[0].model_dump()["weight_decay"] == 0.0
 
 
 def test_mistakes_in_a_config_read_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

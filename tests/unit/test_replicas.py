@@ -88,7 +88,7 @@ def test_a_world_of_one_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(replicas, "digest", unexpected)
-    replicas.compare_replicas(Communicator.single(), torch.nn.Linear(2, 2), "step 1 is not saved")
+    replicas.compare_replicas(Communicator.single(), torch.nn.Linear(2, 2), [], "step 1 is not saved")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_a_world_of_one_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_most_are_held_to_be_right(held: list[str], said: str) -> None:
-    assert replicas._sides(held) == said
+    assert replicas._sides(dict(enumerate(held))) == said

@@ -108,7 +108,11 @@ def test_options_for_one_name_of_a_tied_parameter_hold_for_it(tmp_path: Path) ->
     sections = {"optimizer": {"name": "adamw", "lr": 0.1, "options": options}}
     config = document(tmp_path, 1, sections, str(RECIPES / "run_net.py"))
     built = build(from_mapping(config), Communicator.single())
-    held = {placed.path: space.option_group for space in built.sharded.layout.spaces for placed in space.parameters}
+    held = {
+        placed.path: space.option_group
+        for space in built.groups[0].sharded.layout.spaces
+        for placed in space.parameters
+    }
     assert held == {"embed.weight": 1, **dict.fromkeys(("norm_a.weight", "norm_a.bias", "out.weight", "out.bias"), 0)}
 
 

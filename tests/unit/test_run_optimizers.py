@@ -73,7 +73,7 @@ def built(
     folder: Path, optimizer: dict[str, Any], seed: int = 0, saved: Placement | None = None, **sections: Any
 ) -> Built:
     config = document(folder, 1, {"optimizer": optimizer, "run": {"seed": seed}, **sections}, OWN)
-    return build(from_mapping(config), Communicator.single(), saved)
+    return build(from_mapping(config), Communicator.single(), {"default": saved} if saved else None)
 
 
 def step(one: Built, number: int) -> None:
@@ -85,13 +85,13 @@ def step(one: Built, number: int) -> None:
     total = first(x.to(first.weight.dtype)).float().square().sum() if number == 0 else None
     total = one.recipe.loss(one.model.eval(), (x, labels), one.world)[0] if total is None else total
     total.backward()
-    mean_step(one.sharded)(local_weight=6, lr=0.05 / (number + 1), missing="zero", max_grad_norm=math.inf)
+    mean_step(one.groups[0].sharded)(local_weight=6, lr=0.05 / (number + 1), missing="zero", max_grad_norm=math.inf)
 
 
 def live(one: Built) -> dict[str, Any]:
     """Everything that a step depends on."""
     found: dict[str, Any] = dict(distinct_parameters(one.model))
-    for leaf in live_leaves(one.sharded):
+    for leaf in live_leaves(one.groups[0].sharded):
         found |= {f"{leaf.name}/{key}": value for key, value in leaf.state.items()}
         found[f"{leaf.name}/leaf"] = leaf.tensor
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in found.items()}

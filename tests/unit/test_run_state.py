@@ -27,7 +27,7 @@ def _built(folder: Path, **sections: Any) -> Built:
     built = build(from_mapping(config), Communicator.single())
     batch = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])
     built.recipe.loss(built.model, batch, built.world)[0].backward()  # type: ignore[no-untyped-call]
-    built.sharded.step(local_weight=2)
+    built.groups[0].sharded.step(local_weight=2)
     return built
 
 
@@ -39,7 +39,11 @@ def _saved(built: Built, folder: Path) -> Loaded:
 
 
 def _everything(built: Built) -> dict[str, Tensor]:
-    live = {**distinct_parameters(built.model), **named_buffers(built.model), **built.sharded.to_record().tensors}
+    live = {
+        **distinct_parameters(built.model),
+        **named_buffers(built.model),
+        **built.groups[0].sharded.to_record().tensors,
+    }
     return {name: tensor.detach().clone() for name, tensor in {**live, **rng_states()}.items()}
 
 

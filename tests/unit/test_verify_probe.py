@@ -121,13 +121,13 @@ def test_a_draw_from_a_stream_shows_in_that_stream_alone(tmp_path: Path, name: s
 
 def test_scrambling_leaves_no_value_and_no_stream_as_it_was(tmp_path: Path) -> None:
     one = built(tmp_path, precision={"parameters": "bf16"})
-    padding = [bucket.own.clone() for bucket in one.sharded.flat.buckets]
+    padding = [bucket.own.clone() for bucket in one.groups[0].sharded.flat.buckets]
     write_probe(tmp_path, "before", one, Progress(), {})
     scramble(one, 7)
     write_probe(tmp_path, "after", one, Progress(), {})
     before, after = (load_file(tmp_path / f"{moment}.rank-0.safetensors") for moment in ("before", "after"))
     assert all(not torch.equal(tensor, after[key]) for key, tensor in before.items())
-    for bucket, old in zip(one.sharded.flat.buckets, padding, strict=True):
+    for bucket, old in zip(one.groups[0].sharded.flat.buckets, padding, strict=True):
         gaps = torch.ones(bucket.own.numel(), dtype=torch.bool)
         for fragment in bucket.fragments:
             gaps[fragment.offset : fragment.offset + fragment.stop - fragment.start] = False
