@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shardrun.config.groups import Axes, Group, GroupName, Select, axes_problem
+from shardrun.config.groups import Axes, Group, GroupName, Select, axes_problem, replica_problems
 from shardrun.config.optimizers import Optimizer
 from shardrun.config.schedule import Schedule
 from shardrun.config.section import Broken, Count, Natural, Patterns, PlainOptions, Section
@@ -207,6 +207,7 @@ class Config(Section):
         for key in ("select", "optimizer"):
             if groups and given.get(key) not in (None, Select(), everything):
                 yield Broken(key, "given besides groups; write it in the groups that it is about")
+        yield from _broken_replicas(groups, given.get("topology"))
 
     @property
     def parts(self) -> dict[str, Group]:
@@ -215,6 +216,26 @@ class Config(Section):
             return dict(self.groups)
         assert self.optimizer is not None  # by the rules
         return {"default": Group(select=self.select, optimizer=self.optimizer)}
+
+
+def _broken_replicas(groups: Any, topology: Any) -> Iterator[Broken]:
+    """Replica sets that the topology does not have."""
+    topology = topology.model_dump() if isinstance(topology, Topology) else topology or {}
+    if not isinstance(groups, Mapping) or not isinstance(topology, Mapping):
+        return
+    axes, world_size = topology.get("axes") or {}, topology.get("world_size", 1)
+    if not isinstance(axes, Mapping) or type(world_size) is not int:
+        return
+    for name, group in groups.items():
+        given = (
+            group.replicas
+            if isinstance(group, Group)
+            else group.get("replicas")
+            if isinstance(group, Mapping)
+            else None
+        )
+        for text in replica_problems(given, axes, world_size):
+            yield Broken(("groups", name, "replicas"), text)
 
 
 # Nothing under these keys changes what is trained.

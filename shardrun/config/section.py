@@ -25,9 +25,9 @@ _CORE_ERRORS = frozenset(get_args(ErrorType))
 
 
 class Broken(NamedTuple):
-    """A rule between keys that does not hold: the key to point at, and the sentence."""
+    """A rule between keys that does not hold: the key to point at, or the keys on the way to it, and the sentence."""
 
-    key: str
+    key: str | tuple[str, ...]
     text: str
 
 
@@ -53,9 +53,7 @@ class Section(BaseModel):
     @classmethod
     def _every_problem(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         broken = list(cls.rules(given)) if isinstance(given, Mapping) else []
-        problems = [
-            InitErrorDetails(type=rule_error(text), loc=(key,), input=given.get(key, given)) for key, text in broken
-        ]
+        problems = [_broken(one, given) for one in broken]
         try:
             section = handler(given)
         except ValidationError as error:
@@ -68,6 +66,14 @@ class Section(BaseModel):
 def keys_of(model: type[BaseModel]) -> list[str]:
     """The keys of a section as they are written."""
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _broken(one: Broken, given: Any) -> InitErrorDetails:
+    keys = (one.key,) if isinstance(one.key, str) else one.key
+    found = given
+    for key in keys:
+        found = found.get(key, found) if isinstance(found, Mapping) else found
+    return InitErrorDetails(type=rule_error(one.text), loc=keys, input=found)
 
 
 def rule_error(text: str) -> PydanticCustomError:

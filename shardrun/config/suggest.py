@@ -50,6 +50,8 @@ SYNONYMS = {
 
 def meant(path: KeyPath, data: Any) -> str:
     """The advice for the unknown key at `path` of the document `data`: the key that was probably meant."""
+    if path[0] == "groups" and len(path) > 2:
+        return meant(path[2:], data["groups"][path[1]])  # a group has the sections that one group has at the top level
     name = str(path[-1]).lower().replace("-", "_")
     section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     optimizer = data.get("optimizer") if isinstance(data, Mapping) else None

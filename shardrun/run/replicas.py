@@ -30,9 +30,7 @@ _CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a cor
 _ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
 
 
-def compare_replicas(
-    comm: Communicator, model: nn.Module, spread: Sequence[Spread], prevented: str
-) -> dict[str, str]:
+def compare_replicas(comm: Communicator, model: nn.Module, spread: Sequence[Spread], prevented: str) -> dict[str, str]:
     """Return if every parameter is the same on all ranks that have it, bit for bit; collective, nothing is changed.
 
     `spread` has the parameters that only some ranks hold alike, by path, with the communicator of these. Gives the

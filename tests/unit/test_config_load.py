@@ -106,7 +106,7 @@ def test_an_unknown_key_beside_an_optimizer_without_a_name_is_told(folder: Path)
         ("data: {num-workers: 2}", "c.yaml:9:8: data.num-workers: unknown key (found 2); did you mean data.workers?"),
         ("data: {qqq: 2}", "c.yaml:9:8: data.qqq: unknown key (found 2); known here: shuffle, workers, prefetch, drop"),
         ("log: {name: 1}", "did you mean run.name, schedule.name or optimizer.name?"),
-        ("groups: [{select: {}}]", "c.yaml:9:1: groups: several groups come later; write one group"),
+        ("groups: [{select: {}}]", "c.yaml:9:9: groups: needs a section (key: value), found a list"),
         ("data: {workers: 1.0}", "c.yaml:9:17: data.workers: needs a whole number, found 1.0; write 1"),
         ("data: {workers: '10'}", "c.yaml:9:17: data.workers: needs a whole number, found text '10'; write 10"),
         ("data: {workers: 1_000}", "c.yaml:9:17: data.workers: needs a whole number, found text '1_000'; write 1000"),
@@ -263,7 +263,7 @@ def test_files_that_cannot_be_read_say_why(folder: Path) -> None:
 
 def test_an_empty_file_lacks_the_three_required_keys(folder: Path) -> None:
     found = problems(folder, "# nothing yet\n")
-    assert [problem.split(": ")[1] for problem in found] == ["recipe", "optimizer", "train"]
+    assert [problem.split(": ")[1] for problem in found] == ["recipe", "train", "optimizer"]
 
 
 def test_a_section_with_nothing_under_it_says_nothing(folder: Path) -> None:
@@ -409,10 +409,10 @@ def test_from_mapping_names_what_is_wrong() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({"recipe": "a", "train": {"steps": 1}, "x": 1})
     assert [problem.split(": ")[1] for problem in caught.value.problems] == [
-        "optimizer",
         "train.micro_batch_size",
         "train.global_batch_size",
         "x",
+        "optimizer",
     ]
 
 
