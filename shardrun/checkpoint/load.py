@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Loaded:
     records: dict[str, ShardRecord]
     rank_state: dict[str, Tensor]
     notes: tuple[str, ...] = ()
+    model_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Path -> names in it, of the files of the model that this rank has read."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,21 @@ def load(
     *,
     allow_fallback: bool = False,
     required: bool = False,
+    names: Collection[str] | None = None,
 ) -> Loaded | None:
     """The newest checkpoint of a run folder, or the one named; every rank of the world calls it. Changes nothing.
 
     `expected` says what this run is, in the manifest's structure: topology, groups, model ({name: [dtype, shape]}),
     aliases ({alias: name}), numerics, and whatever else has to be equal; a section left out is not compared, the world
-    size always is. None where there is nothing to load, unless `required`. CheckpointError on all ranks, with all that
-    was found: the newest is damaged (`allow_fallback` takes the next older good one, and `notes` says so), or misfits.
+    size always is. `names`: what this rank has of the model, if not all of it. None where there is nothing to load,
+    unless `required`. CheckpointError on all ranks, with all that was found: the newest is damaged (`allow_fallback`
+    takes the next older good one, and `notes` says so), or misfits.
     """
     path = run_dir_or_checkpoint
     offers = [_Offer(**offer) for offer in by_root(comm, "checkpoint scan", lambda: _scan(path, required))]
     damaged: list[str] = []
     for place, offer in enumerate(offers):
-        loaded, problems = (None, [offer.why]) if offer.why else _load_one(path, offer, comm, expected, damaged)
+        loaded, problems = (None, [offer.why]) if offer.why else _load_one(path, offer, comm, expected, damaged, names)
         if loaded is not None:
             return loaded
         damaged.append(_sentence(f"checkpoint {offer.at(path)} is damaged", problems))
@@ -91,7 +95,12 @@ def _scan(path: Path, required: bool) -> list[dict[str, Any]]:
 
 
 def _load_one(
-    path: Path, offer: _Offer, comm: Communicator, expected: Mapping[str, Any], damaged: list[str]
+    path: Path,
+    offer: _Offer,
+    comm: Communicator,
+    expected: Mapping[str, Any],
+    damaged: list[str],
+    names: Collection[str] | None,
 ) -> tuple[Loaded | None, list[str]]:
     """The checkpoint, or what is damaged about it on any rank; CheckpointError if it does not fit on any."""
     here = offer.at(path)
@@ -107,7 +116,7 @@ def _load_one(
         topology = {**expected.get("topology", {}), "world_size": comm.world_size}
         misfits = checkpoint_violations(manifest, {**expected, "topology": topology})
         if not misfits:
-            files = read_rank_files(here, manifest, comm.rank)
+            files = read_rank_files(here, manifest, comm.rank, names)
         return {"damage": files.problems, "misfits": misfits, "scalars": shared_scalars(files.records)}
 
     votes = together(comm, "checkpoint vote", look)
@@ -119,7 +128,8 @@ def _load_one(
         raise CheckpointError(_sentence(f"checkpoint {here} does not fit this run", misfits))
     spread_scalars(files.records, [vote["scalars"] for vote in votes])
     notes = (*damaged, f"went back to {here}") if damaged else ()
-    return Loaded(manifest["step"], here, manifest, files.model, files.records, files.state, notes), []
+    loaded = Loaded(manifest["step"], here, manifest, files.model, files.records, files.state, notes, files.model_files)
+    return loaded, []
 
 
 def _same_manifest(here: Path, offer: _Offer) -> dict[str, Any]:

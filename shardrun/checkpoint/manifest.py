@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +26,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\Z")
 def canonical_json(value: Any) -> bytes:
     """The one way in which a value is written: sorted keys, no spaces, ASCII, one line. NaN or infinity: ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def joined_digest(digests: Sequence[str]) -> str:
+    """One digest (hex) of a model that several ranks wrote, from those of its parts; of a single part its own."""
+    return digests[0] if len(digests) == 1 else sha256("\n".join(digests).encode())
 
 
 def sha256(data: bytes) -> str:

@@ -40,8 +40,9 @@ class Plan:
 
     `files`: what this rank writes. `sections`: the manifest, but for what only the writing can tell. `needed`: bytes of
     this rank's files, and of all ranks' together once they have agreed. `split`: what the holders of a cut parameter
-    must hold alike: group -> path -> key -> dtype, and value if it is a scalar. `param_sha256` computes, on rank 0 and
-    while it writes, the digest of the parameters that it writes; None if `sections` has it already.
+    must hold alike: group -> path -> key -> dtype, and value if it is a scalar. `param_sha256` computes, while this
+    rank writes, the digest of the parameters that it writes; None if it writes none or `sections` has it already.
+    `groups`: sections of the groups that rank 0 is no member of and this rank the first.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Plan:
     needed: int
     split: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
     param_sha256: Callable[[], str] | None = None
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
 
 def agree_on_plan(comm: Communicator, make: Callable[[], Plan]) -> Plan:
@@ -58,7 +60,8 @@ def agree_on_plan(comm: Communicator, make: Callable[[], Plan]) -> Plan:
 
     def describe() -> dict[str, Any]:
         made.append(make())
-        return {"needed": made[0].needed, "sections": _brief_sections(made[0].sections)}
+        brief = _brief_sections(made[0].sections)
+        return {"needed": made[0].needed, "sections": brief, "groups": made[0].groups}
 
     answers = together(comm, "checkpoint plan", describe)
     found = [
@@ -68,7 +71,9 @@ def agree_on_plan(comm: Communicator, make: Callable[[], Plan]) -> Plan:
     ]
     if found:
         raise CheckpointError(f"step {made[0].step} is not saved because the ranks differ: " + "; ".join(found))
-    return replace(made[0], needed=sum(answer["needed"] for answer in answers))
+    groups = {name: group for answer in answers for name, group in answer["groups"].items()}
+    sections = {**made[0].sections, "groups": {**made[0].sections["groups"], **groups}}
+    return replace(made[0], needed=sum(answer["needed"] for answer in answers), sections=sections)
 
 
 def _brief_sections(sections: dict[str, Any]) -> dict[str, str]:

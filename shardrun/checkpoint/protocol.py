@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardrun.checkpoint.plan import Plan
 from shardrun.checkpoint.publish import Order, publish
 from shardrun.checkpoint.retention import Retention
-from shardrun.checkpoint.staging import abandoned_on_error, joined_entries, open_staging, write_files
+from shardrun.checkpoint.staging import abandoned_on_error, joined_entries, joined_sections, open_staging, write_files
 from shardrun.checkpoint.store import CHECKPOINTS, step_name
 from shardrun.checkpoint.together import together
 
@@ -57,7 +57,7 @@ def stages_of_save(run_dir: Path, comm: Communicator, plan: Plan, retention: Ret
     with abandoned_on_error(staging, comm):
         written = yield Work("checkpoint files", lambda: write_files(staging, plan))
         entries = joined_entries(plan, written)
-        sections = {**plan.sections, **written[0]["sections"]}
+        sections = joined_sections(plan, written)
         order = Order(run_dir, staging, sections, entries, plan.needed, retention, fence)
         published = (yield Work("checkpoint published", (lambda: publish(order)) if comm.rank == 0 else lambda: None))[
             0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,22 @@ class RankFiles:
     """What a rank has read; `problems` names every file that is not what the manifest says."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
+    model_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Path -> names in it, of the files of the model that were read whole."""
     records: dict[str, ShardRecord] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
-def read_rank_files(checkpoint: Path, manifest: Mapping[str, Any], rank: int) -> RankFiles:
-    """The model, and `rank`'s records and state. A problem with one file keeps no other from being checked."""
+def read_rank_files(
+    checkpoint: Path, manifest: Mapping[str, Any], rank: int, names: Collection[str] | None = None
+) -> RankFiles:
+    """The model, and `rank`'s records and state. A problem with one file keeps no other from being checked.
+
+    `names`: read only those files of the model that have one of them; its other files are looked at, not read.
+    """
     found = RankFiles()
+    _read_model(found, checkpoint, manifest, names)
     due = _files_due(manifest, rank)
     for label, entries in due.items():
         if len(entries) != 1:
@@ -46,14 +54,38 @@ def read_rank_files(checkpoint: Path, manifest: Mapping[str, Any], rank: int) ->
         except CheckpointError as error:
             found.problems.append(str(error))
     if not found.problems:
-        found.model |= {alias: found.model[name] for alias, name in manifest["aliases"].items()}
+        aliases = manifest["aliases"].items()
+        found.model |= {alias: found.model[name] for alias, name in aliases if name in found.model}
     return found
+
+
+def _read_model(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], names: Collection[str] | None) -> None:
+    """The files of the model, which have to make up what the manifest lists, each tensor once."""
+    listed: dict[str, list[Any]] = {}
+    for entry in (entry for entry in manifest["files"] if entry["role"] == "model"):
+        try:
+            with open_inside(checkpoint, entry["path"]) as file:
+                header, _ = read_header_of(file, str(checkpoint / entry["path"]))
+            held = {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in header.tensors.items()}
+            if any(manifest["model"].get(name) != spec for name, spec in held.items()) or listed.keys() & held.keys():
+                raise CheckpointError(
+                    f"{checkpoint / entry['path']}: its tensors are not those that the manifest lists"
+                )
+            listed |= held
+            if names is None or not held.keys().isdisjoint(names):
+                found.model |= read_verified(checkpoint, entry)[1]
+                found.model_files[entry["path"]] = tuple(held)
+        except CheckpointError as error:
+            found.problems.append(str(error))
+            listed |= manifest["model"]  # said already
+    if missing := sorted(manifest["model"].keys() - listed.keys()):
+        found.problems.append(f"{checkpoint}: no file of the model has {missing[0]} ({len(missing)} in all)")
 
 
 def _files_due(manifest: Mapping[str, Any], rank: int) -> dict[str, list[dict[str, Any]]]:
     """What a rank has to find -> the entries that claim to be it; sound is exactly one each."""
     mine = [entry for entry in manifest["files"] if entry["rank"] == rank]
-    due = {"the model": [entry for entry in manifest["files"] if entry["role"] == "model"]}
+    due: dict[str, list[dict[str, Any]]] = {}
     for name, group in manifest["groups"].items():
         if rank in group.get("members", [rank]):
             due[f"the record of group {name} of rank {rank}"] = [
@@ -66,12 +98,7 @@ def _files_due(manifest: Mapping[str, Any], rank: int) -> dict[str, list[dict[st
 def _read_into(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
     header, tensors = read_verified(checkpoint, entry)
     where = checkpoint / entry["path"]
-    if entry["role"] == "model":
-        held = {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in header.tensors.items()}
-        if held != manifest["model"]:
-            raise CheckpointError(f"{where}: its tensors are not those that the manifest lists")
-        found.model = tensors
-    elif entry["role"] == "record":
+    if entry["role"] == "record":
         group = manifest["groups"][entry["group"]]
         misfits = piece_violations(entry["fragments"], header.tensors, whole=holds_whole(group))
         if misfits:

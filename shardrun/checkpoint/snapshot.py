@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardrun.checkpoint.manifest import canonical_json, is_plain_name
 from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
-from shardrun.checkpoint.store import MODEL_FILE, record_file, state_file
+from shardrun.checkpoint.store import model_file, record_file, state_file
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole, piece_violations
 from shardrun.records.header import TensorBytes
@@ -26,6 +26,20 @@ GROUP_SECTIONS = ("contract", "layout", "optimizer", "numerics")
 
 
 @dataclass(frozen=True)
+class ModelParts:
+    """Who writes what of a model of which ranks have different parts; the same on all ranks, but for `own`.
+
+    `specs`: {name: [dtype, shape]} of the whole model, tied tensors once. `aliases`: of the whole model. `writers`:
+    ranks that write a file of it. `own`: names that this rank writes.
+    """
+
+    specs: Mapping[str, list[Any]]
+    aliases: Mapping[str, str]
+    writers: Sequence[int]
+    own: Collection[str]
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The state of one rank at a step.
 
@@ -34,9 +48,10 @@ class Snapshot:
     and numerics are taken from its record where they are not given). The field `param_sha256` may stand in for the
     section of that name where the ranks have compared their parameters already: rank 0 gives it the model, while it
     writes.
-    `model`: the whole model by name, tied tensors once; rank 0 writes it, all ranks describe it. `aliases`: further
-    names of tied tensors -> the name in `model`. `records`: group -> this rank's record. `rank_state`: this rank's own
-    tensors (RNG streams as uint8, rank-local buffers, ...). Tensors are read while `save` runs, never written.
+    `model`: the whole model by name, tied tensors once; rank 0 writes it, all ranks describe it. With `parts` it is
+    what this rank has of it. `aliases`: further names of tied tensors -> the name in `model`. `records`: group -> this
+    rank's record. `rank_state`: this rank's own tensors (RNG streams as uint8, rank-local buffers, ...). Tensors are
+    read while `save` runs, never written.
     """
 
     step: int
@@ -46,6 +61,13 @@ class Snapshot:
     records: Mapping[str, ShardRecord] = field(default_factory=dict)
     rank_state: Mapping[str, Tensor] = field(default_factory=dict)
     param_sha256: Callable[[Mapping[str, Tensor]], str] | None = None
+    parts: ModelParts | None = None
+
+    def written(self, rank: int) -> dict[str, Tensor]:
+        """What of the model `rank` writes."""
+        if self.parts is None:
+            return dict(self.model) if rank == 0 else {}
+        return {name: self.model[name] for name in sorted(self.parts.own)}
 
     def set_aside(self, rank: int) -> Snapshot:
         """The same in memory of its own on the host, as far as `rank` writes it: training may go on meanwhile.
@@ -54,7 +76,7 @@ class Snapshot:
         """
         return replace(
             self,
-            model={name: _host_copy(tensor) for name, tensor in self.model.items()} if rank == 0 else self.model,
+            model={**self.model, **{name: _host_copy(tensor) for name, tensor in self.written(rank).items()}},
             records={
                 group: ShardRecord(record.meta, {name: tensor.cpu() for name, tensor in record.tensors.items()})
                 for group, record in self.records.items()
@@ -76,20 +98,23 @@ def plan_of(snapshot: Snapshot, rank: int, world_size: int) -> Plan:
         "step": snapshot.step,
         "topology": {**snapshot.manifest.get("topology", {}), "world_size": world_size},
         "groups": group_sections(snapshot),
-        "model": model_specs(snapshot),
-        "aliases": dict(snapshot.aliases),
+        "model": model_specs(snapshot.model) if snapshot.parts is None else dict(snapshot.parts.specs),
+        "aliases": dict(snapshot.aliases if snapshot.parts is None else snapshot.parts.aliases),
     }
     files = planned_files(snapshot, rank, world_size)
     split = {group: split_state(record) for group, record in snapshot.records.items()}
     hashes = None
-    if rank == 0 and snapshot.param_sha256 is not None:
-        hashes = partial(snapshot.param_sha256, snapshot.model)
-    return Plan(snapshot.step, files, sections, sum(file.nbytes for file in files), split, hashes)
+    written = snapshot.written(rank)
+    if written and snapshot.param_sha256 is not None:
+        hashes = partial(snapshot.param_sha256, written)
+    first = [] if rank == 0 else [name for name, record in snapshot.records.items() if record.meta["rank"] == 0]
+    needed = sum(file.nbytes for file in files)
+    return Plan(snapshot.step, files, sections, needed, split, hashes, {n: sections["groups"][n] for n in first})
 
 
-def model_specs(snapshot: Snapshot) -> dict[str, list[Any]]:
-    """{name: [dtype, shape]} of the model, as in the manifest and in what `load` expects."""
-    described = {name: tensor_bytes(name, tensor) for name, tensor in snapshot.model.items()}
+def model_specs(model: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """{name: [dtype, shape]} of a model, as in the manifest and in what `load` expects."""
+    described = {name: tensor_bytes(name, tensor) for name, tensor in model.items()}
     return {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in described.items()}
 
 
@@ -109,15 +134,18 @@ def group_sections(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
 
 
 def planned_files(snapshot: Snapshot, rank: int, world_size: int) -> list[PlannedFile]:
-    """The files of this rank: its records, its state, and the model on rank 0. CheckpointError if some cannot be."""
+    """The files of this rank: its records, its state, and what it writes of the model. CheckpointError if one cannot
+    be."""
     files = []
-    if rank == 0:
+    if written := snapshot.written(rank):
         tied = [
             alias for alias, name in snapshot.aliases.items() if name not in snapshot.model or alias in snapshot.model
         ]
         if tied:
             raise CheckpointError(f"aliases {tied} do not point from a name that is not stored to one that is")
-        files.append(_planned(snapshot, MODEL_FILE, snapshot.model, {"format": "pt"}, {"role": "model", "rank": 0}))
+        writers = [0] if snapshot.parts is None else list(snapshot.parts.writers)
+        path = model_file(writers.index(rank), len(writers))
+        files.append(_planned(snapshot, path, written, {"format": "pt"}, {"role": "model", "rank": rank}))
     for group, record in snapshot.records.items():
         files.append(_planned_record(snapshot, group, record, rank))
     entry = {"role": "state", "rank": rank}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardrun.checkpoint.lock import read_owner
-from shardrun.checkpoint.manifest import is_plain_name
+from shardrun.checkpoint.manifest import is_plain_name, joined_digest
 from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
 from shardrun.checkpoint.retention import clear_leftovers
 from shardrun.checkpoint.safe_files import open_inside
@@ -106,14 +106,14 @@ def write_files(staging: Path, plan: Plan) -> dict[str, Any]:
     """Write this rank's files, hashed and fsynced; what the others have to know of them, as plain JSON. Local."""
     try:
         entries = [_write_one(staging, file) for file in plan.files]
-        sections = {} if plan.param_sha256 is None else {PARAM_SHA256: plan.param_sha256()}
+        digest = None if plan.param_sha256 is None else plan.param_sha256()
         # Whoever wrote a file makes its name durable, so that the rename is the last thing that has to happen.
         written = {staging / folder for file in plan.files for folder in Path(file.path).parents}
         for folder in sorted(written, reverse=True):
             sync_folder(folder)
     except OSError as error:
         raise CheckpointError(cannot_save(staging.parent.parent, plan.needed, error)) from error
-    return {"entries": entries, "split": plan.split, "sections": sections}
+    return {"entries": entries, "split": plan.split, PARAM_SHA256: digest}
 
 
 def joined_entries(plan: Plan, written: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,6 +123,12 @@ def joined_entries(plan: Plan, written: list[dict[str, Any]]) -> list[dict[str, 
     if found:
         raise CheckpointError(f"step {plan.step} is not saved, its records are not whole: " + "; ".join(found))
     return entries
+
+
+def joined_sections(plan: Plan, written: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sections of the manifest, with what only the writing could tell."""
+    digests = [one[PARAM_SHA256] for one in written if one[PARAM_SHA256] is not None]
+    return {**plan.sections, **({PARAM_SHA256: joined_digest(digests)} if digests else {})}
 
 
 def _write_one(staging: Path, file: PlannedFile) -> dict[str, Any]:

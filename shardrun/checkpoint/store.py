@@ -34,6 +34,11 @@ def record_file(group: str, rank: int, world_size: int, strategy: str = "zero2")
     return f"{strategy}/{group}/{_shard(rank, world_size)}"
 
 
+def model_file(part: int, parts: int) -> str:
+    """Path, inside a checkpoint, of the model, or of one of its `parts` where no rank has all of it."""
+    return MODEL_FILE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+
 def state_file(rank: int, world_size: int) -> str:
     """Path, inside a checkpoint, of a rank's own state."""
     return f"state/{_shard(rank, world_size)}"

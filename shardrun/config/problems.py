@@ -28,7 +28,9 @@ _NEEDS = {
     "tuple_type": "needs a list",
 }
 # What a required key is for, where its name does not say it.
-_MISSING = {("optimizer", "kind"): "; write elementwise or matrix, which is what the author of the optimizer claims"}
+_MISSING: dict[tuple[str, ...], str] = {
+    ("optimizer", "kind"): "; write elementwise or matrix, which is what the author of the optimizer claims"
+}
 _BOUNDS = {
     "greater_than": "above",
     "greater_than_equal": "at least",
@@ -67,7 +69,7 @@ def _explain(detail: ErrorDetails, document: Document) -> Iterator[Problem]:
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         yield from _unnamed(path, found, document)
     else:
-        hint = _MISSING.get(path[-2:], "") if kind == "missing" else ""
+        hint = _MISSING.get(tuple(map(str, path[-2:])), "") if kind == "missing" else ""
         yield Problem(document.place(path), f"{dotted(path)}: {_sentence(detail)}{hint}")
 
 

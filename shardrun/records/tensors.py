@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -33,6 +35,15 @@ def host_bytes(tensor: Tensor) -> memoryview:
     """The elements of `tensor` in logical order as bytes on the host; a view where it is one already, else a copy."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().cpu()
     return as_bytes(flat)
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over names and elements, in the order of `tensors`."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        digest.update(host_bytes(tensor))
+    return digest.hexdigest()
 
 
 def as_bytes(flat: Tensor) -> memoryview:

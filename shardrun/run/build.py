@@ -158,11 +158,12 @@ def _group(
     own = replica_set(comm, config, asked)
     sets = replica_sets(asked.replicas, config.topology.axes, comm.world_size)
     part = sets.index(own.ranks) if own is not comm else 0
-    placement = saved.get(record_name(name, part, len(sets)))
+    name_on_disk = record_name(name, part, len(sets))
+    placement = saved.get(name_on_disk)
     session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
-    sharded = shard_optimizer(name, config, session, recipe, placement)
+    sharded = shard_optimizer(name_on_disk, asked.optimizer, config, session, recipe, placement)
     schedule = _schedule(config, asked.schedule or config.schedule, loader)
-    return TrainedGroup(name, record_name(name, part, len(sets)), asked, own, selection, sharded, schedule)
+    return TrainedGroup(name, asked, own, selection, sharded, schedule)
 
 
 def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:

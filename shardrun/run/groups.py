@@ -24,15 +24,18 @@ class TrainedGroup:
     """One group of the config on this rank."""
 
     name: str
-    record_name: str
-    """As checkpoints name what this rank's replica set holds."""
     asked: Group
     comm: Communicator
     """The replica set that this rank is in: the world, or a subgroup of it."""
     selection: Selection
     sharded: Sharded
-    """The optimizer over its trainable parameters, which steps them."""
+    """The optimizer over its trainable parameters, which steps them; named as `record_name` says."""
     schedule: Schedule
+
+    @property
+    def record_name(self) -> str:
+        """As checkpoints name what this rank's replica set holds."""
+        return self.sharded.name
 
     @property
     def spread(self) -> bool:
@@ -124,20 +127,20 @@ def step_groups(
     Gradients of a spread group also come from the samples of ranks with which its parameters are exchanged: its ranks
     contribute whatever their own weight is.
     """
-    rates = {group.name: group.lr(updates) for group in groups}
+    rates = {group.record_name: group.lr(updates) for group in groups}
     if len(groups) == 1 and not groups[0].spread and groups[0].asked.reduce == "mean":
         sharded = groups[0].sharded
         results = {
             sharded.name: mean_step(sharded)(
-                local_weight=weight, lr=rates[groups[0].name], missing=missing, max_grad_norm=max_grad_norm
+                local_weight=weight, lr=rates[sharded.name], missing=missing, max_grad_norm=max_grad_norm
             )
         }
     else:
         results = take_step(
             [group.sharded for group in groups],
             local_weight=weight,
-            local_active={g.name: g.spread or int(weight) > 0 for g in groups if g.asked.reduce == "sum"},
-            local_contributes={g.name: True for g in groups if g.asked.reduce == "mean" and g.spread},
+            local_active={g.record_name: g.spread or int(weight) > 0 for g in groups if g.asked.reduce == "sum"},
+            local_contributes={g.record_name: True for g in groups if g.asked.reduce == "mean" and g.spread},
             lr=rates,
             missing=missing,
             max_grad_norm=max_grad_norm,

@@ -51,13 +51,18 @@ class Placement:
 
 
 def shard_optimizer(
-    name: str, config: Config, session: SelectedDataParallel, recipe: Recipe, saved: Placement | None = None
+    name: str,
+    asked: Optimizer,
+    config: Config,
+    session: SelectedDataParallel,
+    recipe: Recipe,
+    saved: Placement | None = None,
 ) -> Sharded:
-    """The optimizer of group `name` over the session's trainable parameters; collective over the group.
+    """The optimizer that is `asked` for over the session's trainable parameters; collective over its group.
 
     Owners are those of `saved`, if it is about these parameters and ranks.
     """
-    asked, masters = config.parts[name].optimizer, config.precision.master_weights
+    masters = config.precision.master_weights
     optimizer = _declared(asked, recipe) if isinstance(asked, Factory) else asked.name
     options = _options(asked)
     groups = option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], session.contract)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.reshard import RESHARDED
+from shardrun.checkpoint.snapshot import model_specs
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.groups import replica_sets
@@ -26,11 +26,12 @@ from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
 from shardrun.errors import CheckpointError, DivergenceError, by_all
 from shardrun.records.fit import group_violations
-from shardrun.records.tensors import host_bytes
+from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.groups import record_name
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
+from shardrun.run.model_files import model_parts, parameter_misfits
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
 from shardrun.run.replicas import digest
@@ -55,28 +56,30 @@ def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Ma
     `compared`: what `compare_replicas` gave; rank 0 looks whether that is still so of the parameters that it writes.
     """
     _refuse_grown_buffers(built)
-    model = named_tensors(built.model)
     aliases = tied_names(built.model)
+    model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
     return Snapshot(
         step=progress.step,
         manifest=_sections(built, progress, lineage),
-        model={name: tensor for name, tensor in model.items() if name not in aliases},
+        model=model,
         aliases=aliases,
         records={group.record_name: group.sharded.to_record() for group in built.groups},
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
         param_sha256=partial(_sha256_of_compared, progress.step, [*distinct_parameters(built.model)], compared),
+        parts=model_parts(built.comm, model, aliases) if built.spread else None,
     )
 
 
 def _sha256_of_compared(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
-    """sha256 (hex) over the parameters by name, tied ones once."""
+    """sha256 (hex) over the parameters in `model` by name, tied ones once."""
+    names = [name for name in names if name in model]
     changed = [name for name in names if compared and digest(model[name]) != compared[name]]
     if changed:
         raise DivergenceError(
             f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(names)} parameters in all) has "
             "changed since the ranks compared it; look for faulty memory, and for recipe threads that write to it"
         )
-    return _sha256({name: model[name] for name in names})
+    return tensors_sha256({name: model[name] for name in names})
 
 
 def _refuse_grown_buffers(built: Built) -> None:
@@ -102,6 +105,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "parent": None if lineage.parent is None else lineage.parent.name,
         "counters": progress.to_json(),
         "topology": {"members": _members(built)},
+        **_spread_groups(built),
         "schedule": {**config.schedule.model_dump(mode="json"), "position": progress.updates},
         "data": {"identity": built.loader.identity, "samples": built.loader.samples, "position": progress.position},
         "recipe": {"source": Path(built.recipe.source).name, "sha256": built.recipe.sha256},
@@ -121,6 +125,12 @@ def _members(built: Built) -> dict[str, list[int]]:
     return members
 
 
+def _spread_groups(built: Built) -> dict[str, Any]:
+    """The sections of the groups that are not on all ranks, as far as their record does not tell."""
+    members = {group.record_name: list(group.comm.ranks) for group in built.groups if group.spread}
+    return {"groups": {name: {"members": ranks} for name, ranks in members.items()}} if members else {}
+
+
 def numerics(built: Built) -> dict[str, Any]:
     """What the bits depend on besides the config."""
     device = built.comm.device
@@ -135,14 +145,6 @@ def numerics(built: Built) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "seam": built.comm.seam,
     }
-
-
-def _sha256(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(name.encode())
-        digest.update(host_bytes(tensor))
-    return digest.hexdigest()
 
 
 def saved_order(comm: Communicator, source: Source) -> dict[str, Placement]:
@@ -169,7 +171,9 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
     expected = _expected(built)
     if accepts:
         del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
-    loaded = load(source.path, built.comm, expected, allow_fallback=bool(options.get("allow_fallback")))
+    names = named_tensors(built.model).keys() if built.spread else None
+    fallback = bool(options.get("allow_fallback"))
+    loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
@@ -230,15 +234,18 @@ def _attempt(built: Built) -> str:
 
 def _expected(built: Built) -> dict[str, Any]:
     aliases = tied_names(built.model)
+    model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
+    specs: Mapping[str, Any] = model_specs(model)
+    groups = {g.record_name: {"contract": g.sharded.record_meta()["contract"]} for g in built.groups}
+    if built.spread:
+        parts = model_parts(built.comm, model, aliases)
+        specs, aliases = parts.specs, dict(parts.aliases)
+        groups = {name: group for held in built.comm.agree("groups", groups) for name, group in held.items()}
     return {
         "topology": {"world_size": built.comm.world_size},
         # Of what the config says, changes are told as such once they are known: `_judge_changes`.
-        "groups": {g.record_name: {"contract": g.sharded.record_meta()["contract"]} for g in built.groups},
-        "model": {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in named_tensors(built.model).items()
-            if name not in aliases
-        },
+        "groups": groups,
+        "model": specs,
         "aliases": aliases,
         "numerics": numerics(built),
     }
@@ -261,15 +268,15 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
     misfits += _data_misfits(built, loaded.manifest.get("data", {}))
     misfits += _buffer_misfits(buffers, loaded.rank_state)
     misfits += [] if anew else [f"random stream {line}" for line in rng_misfits(streams)]
-    misfits += _parameter_misfits(built, loaded)
+    misfits += parameter_misfits(built, loaded)
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
     for group in built.groups:
         group.sharded.load_record(loaded.records[group.record_name])
     targets = named_tensors(built.model)
-    for name, tensor in loaded.model.items():
-        targets[name].copy_(tensor)
+    for name, target in targets.items():
+        target.copy_(loaded.model[name])
     for name, buffer in buffers.items():
         buffer.copy_(loaded.rank_state[_BUFFER + name])
     if anew:
@@ -278,25 +285,6 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
         restore_rng(streams)
         built.notes.extend(notes)
     return progress
-
-
-def _parameter_misfits(built: Built, loaded: Loaded) -> list[str]:
-    """What changed in the memory of a rank between the agreement of a save and its writing is in a file that is sound.
-
-    All ranks have read the same bytes, so one of them looks.
-    """
-    if built.comm.rank != 0:
-        return []
-    found, saved = (
-        _sha256({n: loaded.model[n] for n in distinct_parameters(built.model)}),
-        loaded.manifest["param_sha256"],
-    )
-    if found == saved:
-        return []
-    return [
-        f"its parameters (sha256 {found[:16]}) are not those that the ranks agreed on when it was saved "
-        f"({saved[:16]}); go on from an older one with --resume-from, and look for faulty memory"
-    ]
 
 
 def _data_misfits(built: Built, saved: Mapping[str, Any]) -> list[str]:

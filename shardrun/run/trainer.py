@@ -144,7 +144,7 @@ class Trainer:
         built, progress = self.built, self.progress
         max_grad_norm = built.config.train.max_grad_norm
         lr = built.groups[0].lr(progress.updates)
-        grad_norm, skipped = None, None
+        grad_norm, skipped, moved = None, None, False
         try:
             result = step_groups(
                 built.groups,
@@ -153,12 +153,7 @@ class Trainer:
                 built.missing,
                 math.inf if max_grad_norm is None else max_grad_norm,
             )
-            grad_norm = result.grad_norm
-            if not result.moved:
-                skipped = "no gradient"
-                progress.skipped_empty += 1
-            else:
-                progress.updates += 1
+            grad_norm, moved = result.grad_norm, result.moved
             for path in result.absent:
                 self.journal.note(f"{path} has no gradient on any rank: left alone as long as that is so")
         except EmptyWindowError:
@@ -176,7 +171,11 @@ class Trainer:
         else:
             self._skipped_in_a_row = 0
         progress.step += 1
-        loss, tokens = self._sum(tally)
+        loss, tokens, moved = self._sum(tally, moved)
+        if skipped is None and not moved:
+            skipped = "no gradient"
+            progress.skipped_empty += 1
+        progress.updates += moved
         progress.position = window.next_position
         progress.epoch = window.epoch + 1
         progress.samples += window.samples
@@ -193,16 +192,20 @@ class Trainer:
             "skipped": skipped,
         }
 
-    def _sum(self, tally: Tally) -> tuple[float, int]:
-        """Loss and weight of the window over all ranks; and what each has seen, known by all from here on."""
+    def _sum(self, tally: Tally, moved: bool) -> tuple[float, int, bool]:
+        """Loss and weight of the window over all ranks, whether any of them `moved` a parameter; and what each has
+        seen, known by all from here on."""
         step, comm = self.progress.step, self.built.comm
         requested = self.tether.stop_requested  # ranks hear of it at different moments: it takes effect in a sum
-        counts = [int(tally.weight), int(requested), int(step == self.plan.stop_at), int(self._saving.is_waiting)]
-        loss, (tokens, asked, planned, waiting) = sum_over_ranks(comm, f"step {step}", float(tally.loss), counts)
+        seen = (requested, step == self.plan.stop_at, self._saving.is_waiting, moved)
+        counts = [int(tally.weight), *map(int, seen)]
+        loss, (tokens, asked, planned, waiting, movers) = sum_over_ranks(
+            comm, f"step {step}", float(tally.loss), counts
+        )
         self._hurried = asked > 0
         self._stopping = self._hurried or planned > 0
         self._all_waiting = waiting == comm.world_size
-        return loss, tokens
+        return loss, tokens, movers > 0
 
     def _discard_gradients(self) -> None:
         for group in self.built.groups:

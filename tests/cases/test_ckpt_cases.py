@@ -399,7 +399,7 @@ def test_c081_a_model_of_another_form_is_refused_by_name(tmp_path: Path, change:
     other = {"more": layers(3, 3, 3), "less": layers(3), "shape": layers(3, 4), "dtype": layers(3, 3)}[change]
     if change == "dtype":
         other[1].to(torch.bfloat16)
-    specs = model_specs(Snapshot(0, {}, dict(other.state_dict())))
+    specs = model_specs(dict(other.state_dict()))
     with pytest.raises(CheckpointError, match="does not fit this run") as caught:
         load(tmp_path, ALONE, {"model": specs, "aliases": {}})
     assert line in str(caught.value)

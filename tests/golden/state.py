@@ -130,7 +130,7 @@ def expected(rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     meta = record(rank, world_size).meta
     return {
         "groups": {GROUP: {key: meta[key] for key in ("contract", "layout", "optimizer", "numerics")}},
-        "model": model_specs(snapshot(rank, world_size)),
+        "model": model_specs(snapshot(rank, world_size).model),
         "aliases": TIED,
         "numerics": {"torch": "any"},
     }

@@ -1,0 +1,64 @@
+"""Who writes what of a model of which ranks have different parts; and whether what was read is what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardrun.checkpoint.load import Loaded
+from shardrun.checkpoint.manifest import joined_digest
+from shardrun.checkpoint.snapshot import ModelParts, model_specs
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CheckpointError, by_all
+from shardrun.records.tensors import tensors_sha256
+from shardrun.run.build import Built
+from shardrun.run.model import distinct_parameters, named_tensors
+
+
+def model_parts(comm: Communicator, model: Mapping[str, Tensor], aliases: Mapping[str, str]) -> ModelParts:
+    """The whole model, of which this rank has `model` (tied tensors once): each tensor's first holder writes it.
+
+    Collective over the world. CheckpointError on all ranks where two of them have different tensors of one name.
+    """
+    every = comm.agree("model parts", (model_specs(model), dict(aliases)))
+    specs: dict[str, list[Any]] = {}
+    ties: dict[str, str] = {}
+    holder: dict[str, int] = {}
+    for rank, (held, tied) in enumerate(every):
+        for name, spec in held.items():
+            first = specs.setdefault(name, spec)
+            if first != spec:
+                told = f"rank {holder[name]} has {first}, rank {rank} has {spec}"
+                raise by_all(CheckpointError(f"{name} is the name of different tensors: {told}; name them apart"))
+            holder.setdefault(name, rank)
+        ties |= tied
+    own = {name for name, rank in holder.items() if rank == comm.rank}
+    return ModelParts(specs, ties, sorted({*holder.values()}), own)
+
+
+def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:
+    """What changed in the memory of a rank between the agreement of a save and its writing is in a file that is sound.
+
+    Collective over the world where ranks have different parts of the model. All ranks have read the same bytes, so one
+    looks at each file: the first that has all of what is in it.
+    """
+    parameters, mine = distinct_parameters(built.model), named_tensors(built.model).keys()
+    readers = {path: held for path, held in loaded.model_files.items() if mine >= {*held}}
+    digests = {
+        path: tensors_sha256({name: loaded.model[name] for name in parameters if name in held})
+        for path, held in (readers if built.spread or built.comm.rank == 0 else {}).items()
+    }
+    every = built.comm.agree("parameter digests", digests) if built.spread else [digests]
+    if not built.spread and built.comm.rank != 0:
+        return []
+    files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
+    found = [next((one[path] for one in every if path in one), "") for path in files]
+    saved = loaded.manifest["param_sha256"]
+    if not all(found) or joined_digest(found) == saved:
+        return []
+    return [
+        f"its parameters (sha256 {joined_digest(found)[:16]}) are not those that the ranks agreed on when it was saved "
+        f"({saved[:16]}); go on from an older one with --resume-from, and look for faulty memory"
+    ]
