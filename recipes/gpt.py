@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, dropout_p=dropout, is_causal=True)
         merged: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))

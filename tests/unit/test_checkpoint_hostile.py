@@ -42,7 +42,7 @@ def drop(relative: str) -> Callable[[dict[str, Any]], object]:
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "state has the role of a model": (
         lambda m: entry(m, STATE).update(role="model"),
-        "lists 2 files for the model, not one",
+        "lists 0 files for the state of rank 0, not one",
     ),
     "no state": (lambda m: entry(m, STATE).update(role="model"), "lists 0 files for the state of rank 0"),
     "no record": (drop(RECORD), "is not in the manifest"),

@@ -1,0 +1,155 @@
+"""Several groups in one run: dense weights on all ranks, experts on some, one step over all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.launching import ROOT
+from tests.support.training import Trained, document, train, trained
+
+MOE = str(ROOT / "recipes" / "moe.py")
+_ARGS: dict[str, Any] = {"context": 16, "layers": 2, "width": 16, "heads": 2, "experts": 4, "top_k": 2, "balance": 0.1}
+_ADAMW = {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+
+
+def moe(folder: Path, replicas: int, experts: int, steps: int = 6, **sections: Any) -> dict[str, Any]:
+    """A tiny mixture of experts on replicas x experts ranks; the same global batches on all of them."""
+    base = {
+        "topology": {"axes": {"replicas": replicas, "experts": experts}},
+        "groups": {
+            "dense": {"select": {"exclude": ["*.experts.*"]}, "optimizer": _ADAMW},
+            "experts": {"select": {"include": ["*.experts.*"]}, "replicas": "experts", "optimizer": _ADAMW},
+        },
+        "train": {"steps": steps, "micro_batch_size": 2, "global_batch_size": 8, "max_grad_norm": 1.0},
+        "data": {"shuffle": True},
+        **sections,
+    }
+    found = document(folder, replicas * experts, base, MOE, **{**_ARGS, **sections.get("recipe_args", {})})
+    del found["optimizer"]
+    return found
+
+
+def model(done: Trained, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of the model, whichever rank wrote them."""
+    files = sorted(done.checkpoint(step).glob("model*.safetensors"))
+    held = [load_file(file) for file in files]
+    assert sum(map(len, held)) == len(set().union(*held)), "each tensor once"
+    return {name: tensor for one in held for name, tensor in one.items()}
+
+
+def state(done: Trained, step: int) -> dict[str, torch.Tensor]:
+    """All state of all groups by file and name."""
+    folder = done.checkpoint(step)
+    files = sorted(file for file in folder.glob("zero*/*/*.safetensors"))
+    return {f"{file.relative_to(folder)} {name}": t for file in files for name, t in load_file(file).items()}
+
+
+def test_losses_do_not_depend_on_where_the_experts_live(tmp_path: Path) -> None:
+    """Up to rounding: sums of other ranks are taken in another order."""
+    runs = {
+        (replicas, experts): trained(moe(tmp_path / f"{replicas}x{experts}", replicas, experts))
+        for replicas, experts in ((1, 1), (1, 2), (2, 1), (2, 2))
+    }
+    alone = runs[1, 1]
+    assert len(alone.steps) == 6
+    for done in runs.values():
+        for row, twin in zip(done.steps, alone.steps, strict=True):
+            assert row["loss"] == pytest.approx(twin["loss"], rel=1e-5)
+            assert row["grad_norm"] == pytest.approx(twin["grad_norm"], rel=1e-4)
+        held, other = model(done, 6), model(alone, 6)
+        assert held.keys() == other.keys()
+        for name, tensor in held.items():
+            torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_resume_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    straight = trained(moe(tmp_path / "straight", 2, 2))
+    trained(moe(tmp_path / "resumed", 2, 2), stop_at=3)
+    resumed = trained(moe(tmp_path / "resumed", 2, 2))
+    assert resumed.steps == straight.steps
+    for look in (model, state):
+        held, twin = look(resumed, 6), look(straight, 6)
+        assert held.keys() == twin.keys()
+        assert all(torch.equal(tensor, twin[name]) for name, tensor in held.items())
+
+
+def test_each_expert_is_saved_once_and_its_state_is_cut_over_those_who_hold_it(tmp_path: Path) -> None:
+    done = trained(moe(tmp_path, 2, 2, steps=1))
+    files = sorted(str(file.relative_to(done.checkpoint(1))) for file in done.checkpoint(1).rglob("*.safetensors"))
+    assert [file for file in files if not file.startswith("state")] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        *(f"zero2/dense/rank-{rank:05d}-of-00004.safetensors" for rank in range(4)),
+        *(f"zero2/experts-{part}/rank-{rank:05d}-of-00002.safetensors" for part in range(2) for rank in range(2)),
+    ]
+    experts = [name for name in model(done, 1) if ".experts." in name]
+    assert len(experts) == len({*experts}) == 2 * 4 * 3
+
+
+def test_an_expert_without_a_token_stands_still(tmp_path: Path) -> None:
+    """Eight experts for few tokens: those that get none in a window are neither updated nor decayed nor counted."""
+    few = {"experts": 8, "top_k": 1, "context": 1, "layers": 1, "balance": 0.0}
+    train_section = {"steps": 4, "micro_batch_size": 1, "global_batch_size": 2}
+    done = trained(moe(tmp_path, 1, 2, recipe_args=few, train=train_section))
+    counts = {
+        name: int(tensor)
+        for name, tensor in state(done, 4).items()
+        if ".experts." in name and name.endswith("up.weight/step")
+    }
+    assert len(counts) == 8
+    assert min(counts.values()) < 4
+    start = model(done, 1)
+    never = [name.split(" ")[1].removesuffix("/step") for name, count in counts.items() if count == 0]
+    for name in never:
+        assert torch.equal(model(done, 4)[name], start[name])
+
+
+def test_ranks_with_fewer_micro_batches_go_through_the_model_as_often(tmp_path: Path) -> None:
+    """Three micro-batches for two ranks that exchange tokens; validation too."""
+    uneven = {"steps": 3, "micro_batch_size": 2, "global_batch_size": 6}
+    more = {"eval": {"at_end": True, "max_samples": 5}}
+    done = trained(moe(tmp_path / "two", 1, 2, train=uneven, **more))
+    alone = trained(moe(tmp_path / "one", 1, 1, train=uneven, **more))
+    for row, twin in zip(done.steps, alone.steps, strict=True):
+        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-5)
+    assert done.rows[-1]["val_loss"] == pytest.approx(alone.rows[-1]["val_loss"], rel=1e-5)
+
+
+def test_a_replica_of_an_expert_that_changes_is_found(tmp_path: Path) -> None:
+    path = "blocks.0.moe.experts.2.up.weight"
+    config = moe(tmp_path, 2, 2, train={"steps": 4, "micro_batch_size": 2, "global_batch_size": 8})
+    config["train"]["check_replicas_every"] = 1
+    done = train(config, fault=f"lie rank 3 about parameter {path} at forward of step 2")
+    assert set(done.codes) == {1}
+    for error in done.errors:
+        assert error.startswith(f"DivergenceError: step 2 is not made, because {path} is not the same on all ranks: ")
+        assert "rank 1 and rank 3 differ" in error
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"dense": {"optimizer": _ADAMW}},
+            ".up.weight is selected by dense and by experts; exclude it from one of them",
+        ),
+        (
+            {"dense": {"select": {"exclude": ["*.expert.*"]}, "optimizer": _ADAMW}},
+            "groups.dense.select: '*.expert.*' matches none of",
+        ),
+        (
+            {"experts": {"select": {"include": ["*.experts.*"]}, "optimizer": _ADAMW}},
+            "the ranks select different parameters",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_meant_are_refused_by_all(tmp_path: Path, groups: dict[str, Any], said: str) -> None:
+    config = moe(tmp_path, 1, 2)
+    done = train({**config, "groups": {**config["groups"], **groups}})
+    assert set(done.codes) == {2}
+    assert all(said in error for error in done.errors), done.errors
