@@ -112,9 +112,9 @@ def test_an_expert_without_a_token_stands_still(tmp_path: Path) -> None:
 def test_ranks_with_fewer_micro_batches_go_through_the_model_as_often(tmp_path: Path) -> None:
     """Three micro-batches for two ranks that exchange tokens; validation too."""
     uneven = {"steps": 3, "micro_batch_size": 2, "global_batch_size": 6}
-    more = {"eval": {"at_end": True, "max_samples": 5}}
-    done = trained(moe(tmp_path / "two", 1, 2, train=uneven, **more))
-    alone = trained(moe(tmp_path / "one", 1, 1, train=uneven, **more))
+    some = {"at_end": True, "max_samples": 5}
+    done = trained(moe(tmp_path / "two", 1, 2, train=uneven, eval=some))
+    alone = trained(moe(tmp_path / "one", 1, 1, train=uneven, eval=some))
     for row, twin in zip(done.steps, alone.steps, strict=True):
         assert row["loss"] == pytest.approx(twin["loss"], rel=1e-5)
     assert done.rows[-1]["val_loss"] == pytest.approx(alone.rows[-1]["val_loss"], rel=1e-5)
