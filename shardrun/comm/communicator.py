@@ -38,13 +38,20 @@ class Communicator(DataPlane):
     """
 
     def __init__(
-        self, group: Group, state: WorldState, backend: str, device: torch.device, parent: Communicator | None = None
+        self,
+        group: Group,
+        state: WorldState,
+        backend: str,
+        device: torch.device,
+        parent: Communicator | None = None,
+        number: int = 0,
     ) -> None:
         """For the ways named above."""
         super().__init__(group, state, backend, device)
         self.parent = parent
         """The world that this subgroup was made from; None for a world."""
-        self._sessions = 0
+        self._number = number
+        self._sessions = self._subgroups = 0
 
     @staticmethod
     def single() -> Communicator:
@@ -100,6 +107,7 @@ class Communicator(DataPlane):
                 )
             )
         members = self._agreed_members(ranks)
+        self._subgroups += 1
         handle = None
         if 1 < len(members) < self.world_size:
             with self._guard(f"connecting the subgroup {listed(members)}", ranks=members):
@@ -108,7 +116,7 @@ class Communicator(DataPlane):
             return None
         group = Group.subgroup(members, self.rank, handle)
         self._state.add(group)
-        return Communicator(group, self._state, self.backend, self.device, self)
+        return Communicator(group, self._state, self.backend, self.device, self, self._subgroups)
 
     def _agreed_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The list that all ranks gave, or the same error on all."""
@@ -212,10 +220,13 @@ class Communicator(DataPlane):
         """A rank of this communicator as messages name it: "rank 2", or "rank 2 (rank 0 of the subgroup 2,3)"."""
         return self._group.named(rank)
 
-    def number_session(self) -> int:
-        """The number, from 1, by which all ranks know the session that they have just made together here; local."""
+    def number_session(self) -> str:
+        """The number by which all ranks know the session that they have just made together here; local.
+
+        "1" is the first of the world, "2.1" the first of its second subgroup: the members may be the same.
+        """
         self._sessions += 1
-        return self._sessions
+        return f"{self._number}.{self._sessions}" if self._number else str(self._sessions)
 
     def enter(self, phase: str, *, cannot_fail: bool = False) -> None:
         """Mark the beginning of a phase of the step; local. In a phase that cannot fail the observer cannot either."""

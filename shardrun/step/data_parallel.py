@@ -120,7 +120,7 @@ class WholeGradients:
     def __init__(
         self,
         name: str,
-        number: int,
+        number: str,
         comm: Communicator,
         parameters: Mapping[str, nn.Parameter],
         order: Sequence[str],
