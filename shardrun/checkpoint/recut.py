@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def copy_records(
     cut = cut_again(section, held, [entry["meta"] for entry in old], world_size)
     whole = holds_whole(section)
     paths = [record_file(group, rank, world_size, "zero1" if whole else "zero2") for rank in range(world_size)]
-    with contextlib.ExitStack() as opened:
+    with _room_for(len(old) + world_size), contextlib.ExitStack() as opened:
         sources = [opened.enter_context(copier.source(entry)) for entry in old]
         headers = [source.header for source in sources]
         for entry, header in zip(old, headers, strict=True):
@@ -72,14 +73,25 @@ def copy_records(
     return cut.section, entries
 
 
+@contextlib.contextmanager
+def _room_for(files: int) -> Iterator[None]:
+    """So many files more may be open in this process, as far as the system lets it ask for that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + files, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def _by_rank(
     checkpoint: Path, manifest: Mapping[str, Any], role: str, group: str | None = None
 ) -> list[dict[str, Any]]:
     """The one entry of each rank."""
     found = [entry for entry in manifest["files"] if entry["role"] == role and entry.get("group") == group]
     found.sort(key=lambda entry: int(entry["rank"]))
-    if [entry["rank"] for entry in found] != list(range(manifest["topology"]["world_size"])):
-        ranks = [entry["rank"] for entry in found]
+    ranks = [entry["rank"] for entry in found]
+    if len(ranks) != manifest["topology"]["world_size"] or ranks != list(range(len(ranks))):
         raise CheckpointError(
             f"{checkpoint}: the manifest lists a {role} of each of ranks {ranks}, not one of every rank"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +110,13 @@ def _needed(manifest: Mapping[str, Any], world_size: int) -> int:
 
 def _cut_groups(manifest: Mapping[str, Any]) -> list[str]:
     """The groups of the whole world, which are cut for the new one; others keep their members and their records."""
-    everyone = list(range(manifest["topology"]["world_size"]))
-    return [name for name, group in manifest["groups"].items() if list(group.get("members", everyone)) == everyone]
+    size = manifest["topology"]["world_size"]
+    return [name for name, group in manifest["groups"].items() if _is_everyone(group.get("members"), size)]
+
+
+def _is_everyone(members: Sequence[int] | None, world_size: int) -> bool:
+    """Nothing is made of a world size before it is known that so many ranks have written."""
+    return members is None or (len(members) == world_size and list(members) == list(range(len(members))))
 
 
 def _of_world(manifest: Mapping[str, Any], world_size: int) -> dict[str, Any]:

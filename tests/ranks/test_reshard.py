@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,8 +231,6 @@ def test_what_another_process_is_writing_is_left_alone(of_two: Path, tmp_path: P
 
 
 def test_one_flipped_bit_in_any_file_is_found_and_named(of_two: Path, tmp_path: Path) -> None:
-    import shutil
-
     for number, name in enumerate(sorted(files(of_two))):
         source = shutil.copytree(of_two, tmp_path / str(number))
         flip(source / name, 8 * (source / name).stat().st_size - 5)
@@ -270,19 +270,48 @@ def test_names_and_sizes_that_cannot_be_are_refused(of_two: Path, tmp_path: Path
 
 
 def test_a_sealed_manifest_that_lacks_something_is_an_error_and_no_crash(of_one: Path, tmp_path: Path) -> None:
-    import shutil
-
     source = shutil.copytree(of_one, tmp_path / "source")
     saved = read_manifest(source)[0]
     for section in ("layout", "optimizer"):
         groups = {"default": {key: value for key, value in saved["groups"]["default"].items() if key != section}}
         if section == "optimizer":
             groups["default"]["optimizer"] = {"strategy": "zero1"}  # without owners
-        body = {key: value for key, value in saved.items() if key not in ("digest", "format", "version")}
-        (source / MANIFEST).write_bytes(seal({**body, "groups": groups}))
+        resealed(source, groups=groups)
         with pytest.raises(CheckpointError, match="malformed manifest"):
             reshard(source, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
+
+
+def resealed(source: Path, **sections: Any) -> None:
+    body = {k: v for k, v in read_manifest(source)[0].items() if k not in ("digest", "format", "version")}
+    (source / MANIFEST).write_bytes(seal({**body, **sections}))
+
+
+@pytest.mark.timeout(20)
+def test_a_claimed_world_of_any_size_allocates_nothing(of_one: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(of_one, tmp_path / "source")
+    resealed(source, topology={"world_size": 1 << 60})
+    with pytest.raises(CheckpointError, match=r"lists a record of each of ranks \[0\], not one of every rank"):
+        reshard(source, tmp_path / "out", 2)
+    groups = read_manifest(source)[0]["groups"]
+    resealed(source, groups={"default": {**groups["default"], "members": [0]}})
+    with pytest.raises(CheckpointError, match=r"lists a state of each of ranks \[0\], not one of every rank"):
+        reshard(source, tmp_path / "out", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_more_ranks_than_files_may_be_open_at_first(
+    of_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        done = reshard(of_one, tmp_path / "out", 150)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (100, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((done.path / "zero2" / "default").iterdir())) == 150
 
 
 # ---- a group of some of the ranks ------------------------------------------------------------------------------------
