@@ -115,8 +115,12 @@ class ShardedOptimizer(ABC):
         self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
     ) -> Request:
         """What is asked of this session in one step."""
-        rates: Sequence[object] = self.stepper.rates(lr) if lr is None or is_real(lr) else [lr]
-        return Request(mode, weight, missing, rates, self.stepper.terms(), max_grad_norm)
+        try:
+            rates: Sequence[object] = self.stepper.rates(lr) if lr is None or is_real(lr) else [lr]
+            terms = self.stepper.terms()
+        except Exception:  # whatever a user has put there: `problems` tells, so that all ranks hear of it
+            rates, terms = [], "unreadable"
+        return Request(mode, weight, missing, rates, terms, max_grad_norm)
 
     def result(self, window: Window, norm: float | None) -> StepResult:
         """What the caller of a step gets."""

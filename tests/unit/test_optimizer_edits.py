@@ -151,8 +151,16 @@ def _no_params(optimizer: torch.optim.Optimizer) -> None:
     del optimizer.param_groups[0]["params"]
 
 
+def _no_group(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0] = None  # type: ignore[call-overload]
+
+
+def _no_groups(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("engine", _ENGINES)
-@pytest.mark.parametrize("edit", [_add_group, _drop_group, _drop_leaf, _swap_leaf, _no_params])
+@pytest.mark.parametrize("edit", [_add_group, _drop_group, _drop_leaf, _swap_leaf, _no_params, _no_group, _no_groups])
 def test_other_groups_or_leaves_than_at_set_up_are_refused(
     engine: str, edit: Callable[[torch.optim.Optimizer], None]
 ) -> None:
@@ -160,7 +168,7 @@ def test_other_groups_or_leaves_than_at_set_up_are_refused(
     session = _session(engine, model, _SGD, lr=0.1)
     edit(session.optimizer)
     assert session.stepper.problems()
-    with pytest.raises(StepRefused, match=r"param group|params"):
+    with pytest.raises(StepRefused, match=r"param group|params|optimizer cannot be read any more"):
         _step(session, model)
     assert all(bool((p == 1.0).all()) for p in model.parameters())
 
