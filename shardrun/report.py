@@ -72,12 +72,19 @@ def show(parts: Iterable[RenderableType]) -> None:
 
     width, _ = screen()
     console = Console(file=sys.stdout, width=width, soft_wrap=False)
-    blocks = [Text(part) if isinstance(part, str) else part for part in parts]
+    blocks = [Text("\n".join(map(visible, part.split("\n")))) if isinstance(part, str) else part for part in parts]
     for number, block in enumerate(blocks):
         with console.capture() as caught:
             console.print(Group(block), soft_wrap=isinstance(block, Text))
         text = "\n".join(row.rstrip() for row in caught.get().rstrip("\n").split("\n"))
         line(("\n" if number else "") + text)
+
+
+def visible(text: str) -> str:
+    """`text`, which may come from a file of somebody else, with all escaped that a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 def screen() -> tuple[int, bool]:

@@ -23,7 +23,7 @@ from shardrun.checkpoint.contents import (
 )
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.statistics import read_whole
-from shardrun.checkpoint.store import STAGING, TRASH, candidates, checkpoints_folder, examine, is_checkpoint
+from shardrun.checkpoint.store import STAGING, TRASH, Found, candidates, checkpoints_folder, examine, is_checkpoint
 from shardrun.errors import CheckpointError
 from shardrun.records.header_parser import DTYPE_NAMES
 
@@ -78,33 +78,7 @@ def plain_files(path: Path) -> Contents | None:
 
 
 def _run(path: Path, ask: Ask) -> dict[str, Any]:
-    found = candidates(path, required=True)
-    rows = []
-    for one in found:
-        problems = [one.why] if one.why else []
-        manifest: Mapping[str, Any] = {}
-        if one.sequence is not None:
-            manifest = read_manifest(one.path)[0]
-            if ask.verify and one.complete:
-                files = checked_files(one.path, manifest, verify=True, meter=ask.meter)
-                problems = [file.why for file in files if file.why]
-        rows.append(
-            {
-                "name": one.path.name,
-                "step": one.step,
-                "sequence": one.sequence,
-                "saved_at": one.saved_at,
-                "age_s": None if one.saved_at is None else _age_s(one.saved_at),
-                "bytes": one.bytes,
-                "run": manifest.get("run"),
-                "attempt": manifest.get("attempt"),
-                "parent": manifest.get("parent"),
-                "world_size": manifest["topology"]["world_size"] if manifest else None,
-                "complete": one.complete,
-                "good": not problems,
-                "problems": problems,
-            }
-        )
+    rows = [row for one in candidates(path, required=True) if (row := _run_row(one, ask)) is not None]
     folder = checkpoints_folder(path)
     leftovers = [str(left) for name in (STAGING, TRASH) for left in sorted((folder / name).glob("*"))]
     return {
@@ -112,10 +86,39 @@ def _run(path: Path, ask: Ask) -> dict[str, Any]:
         "path": str(path),
         "verified": ask.verify,
         "good": all(row["good"] for row in rows),
-        "newest": found[0].path.name,
-        "bytes": sum(one.bytes for one in found),
+        "newest": rows[0]["name"] if rows else None,
+        "bytes": sum(row["bytes"] for row in rows),
         "checkpoints": rows,
         "leftovers": leftovers,
+    }
+
+
+def _run_row(one: Found, ask: Ask) -> dict[str, Any] | None:
+    """A checkpoint of a run; None if retention, of a run that goes on, has taken it meanwhile."""
+    problems = [one.why] if one.why else []
+    manifest: Mapping[str, Any] = {}
+    try:
+        if one.sequence is not None:
+            manifest = read_manifest(one.path)[0]
+        if one.complete and ask.verify:
+            files = checked_files(one.path, manifest, verify=True, meter=ask.meter)
+            problems = [file.why for file in files if file.why]
+    except (CheckpointError, FileNotFoundError) as error:
+        problems = [str(error)]
+    if problems and not one.path.is_dir():
+        return None
+    return {
+        "name": one.path.name,
+        "step": one.step,
+        "sequence": one.sequence,
+        "saved_at": one.saved_at,
+        "age_s": None if one.saved_at is None else _age_s(one.saved_at),
+        "bytes": one.bytes,
+        **{key: manifest.get(key) for key in ("run", "attempt", "parent")},
+        "world_size": manifest["topology"]["world_size"] if manifest else None,
+        "complete": one.complete,
+        "good": not problems,
+        "problems": problems,
     }
 
 

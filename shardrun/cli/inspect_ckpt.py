@@ -9,7 +9,8 @@ from typing import Any
 from shardrun import report
 from shardrun.checkpoint.difference import diff
 from shardrun.checkpoint.inspect import inspect
-from shardrun.cli.inspect_view import checkpoint_view, diff_view, loose_view, run_view
+from shardrun.cli.diff_view import diff_view
+from shardrun.cli.inspect_view import checkpoint_view, loose_view, run_view
 from shardrun.errors import CheckpointError, UsageError, VerificationError
 
 
@@ -47,7 +48,7 @@ def _show(found: Mapping[str, Any]) -> None:
             parts = view(found, width=width, unicode=unicode)
     report.show(parts)
     if not found["good"]:
-        report.error("\n".join(["damaged:", *(f"  {line}" for line in _problems(found))]))
+        report.error("\n".join(["damaged:", *(f"  {report.visible(line)}" for line in _problems(found))]))
 
 
 def _problems(found: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardrun import report
 from shardrun.cli.tensor_tree import Column, Row, grown, tree_table
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
 _SECTIONS = ("run", "attempt", "parent", "counters", "topology", "schedule", "data", "numerics", "param_sha256")
 _MOST_HOLDERS = 4
-_MOST_DIFFERENCES = 60
 _LEFT = {
     "whole": "whole",
     "unverified": "unverified (all bytes are there, in a file that is damaged)",
@@ -41,7 +41,7 @@ def run_view(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         ]
         for one in found["checkpoints"]
     ]
-    yield _table(["checkpoint", ">step", ">age", ">size", ">ranks", "saved", "state"], rows)
+    yield plain_table(["checkpoint", ">step", ">age", ">size", ">ranks", "saved", "state"], rows)
     if found["leftovers"]:
         yield f"left-overs of an interrupted save, removed by the next one: {len(found['leftovers'])}"
     if not found["verified"]:
@@ -92,7 +92,7 @@ def _files_and_rest(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         [one["path"], f"{one['bytes']:,}", f"{one['tensors']:,}", one["status"], one.get("sha256", "")[:12]]
         for one in found["files"]
     ]
-    yield _table(["file", ">bytes", ">tensors", "state", "sha256"], rows)
+    yield plain_table(["file", ">bytes", ">tensors", "state", "sha256"], rows)
     if not found["good"]:
         left = found["left"]
         good, every = len(left["good_files"]), len(left["good_files"]) + len(left["bad_files"])
@@ -134,7 +134,7 @@ def _columns(rows: Sequence[Row], *, roles: Mapping[str, str] | None = None, hel
     damaged = any(row["left"] != "whole" for row in rows)
     found = [
         Column("dtype", lambda row: row["dtype"], goes=3),
-        Column("shape", lambda row: shape(row["shape"]), lambda total: _count(total["tensors"])),
+        Column("shape", lambda row: shape(row["shape"]), lambda total: how_many(total["tensors"])),
         Column("bytes", bytes_of, lambda total: f"{total['bytes']:,}", right=True),
         *([Column("group", role)] if roles is not None else []),
         *([Column("held by", _holders, goes=2)] if held else []),
@@ -147,7 +147,7 @@ def _columns(rows: Sequence[Row], *, roles: Mapping[str, str] | None = None, hel
     return found
 
 
-def _count(tensors: int) -> str:
+def how_many(tensors: int) -> str:
     return f"{tensors:,} tensor{'s' * (tensors != 1)}"
 
 
@@ -178,68 +178,10 @@ def _holders(row: Row) -> str:
     return f"{len(held)} slices, ranks {held[0]['rank']} to {held[-1]['rank']}"
 
 
-# ---- two of them -----------------------------------------------------------------------------------------------------
-
-
-def diff_view(found: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """What differs between two checkpoints or files."""
-    yield f"one    {found['one']}\nother  {found['other']}"
-    if found["settings"]:
-        rows = [[one["key"], flat(one["one"]), flat(one["other"])] for one in found["settings"]]
-        yield _table(["what the manifests say", "one", "other"], rows)
-    differing = found["differences"]
-    if differing:
-        rows = [_difference(row) for row in differing[:_MOST_DIFFERENCES]]
-        yield _table(["tensor", "", "differing", ">max |a-b|", ">relative", "first", "one", "other"], rows)
-        if len(differing) > _MOST_DIFFERENCES:
-            yield f"... and {len(differing) - _MOST_DIFFERENCES:,} more; --json has all"
-    for note in found["notes"]:
-        yield f"note: {note}"
-    tensors = sum(found["compared"].values())
-    told = f"{_count(tensors)} with {found['elements']:,} elements"
-    if found["same"]:
-        yield f"bit-identical: {told}"
-    else:
-        counts = ", ".join(f"{count:,} {_WHAT[what]}" for what, count in found["counts"].items())
-        yield f"NOT identical: of {told}: {counts}"
-
-
-_WHAT = {
-    "same": "bit-identical",
-    "values": "with other values",
-    "dtype": "of another dtype",
-    "shape": "of another shape",
-    "only in one": "only in one",
-    "only in other": "only in other",
-    "unreadable": "unreadable",
-}
-
-
-def _difference(row: Row) -> list[str]:
-    name = row["name"] if row["section"] == "model" else f"{row['section']}: {row['name']}"
-    if row["what"] in ("shape", "dtype"):
-        sides = [shape(one) for one in row["shapes"]] if "shapes" in row else row["dtypes"]
-    else:
-        sides = row.get("left", ["", ""])
-    if row.get("differing") is None:
-        return [name, row["what"], "", "", "", "", *sides]
-    first = row["first"] or {"index": "", "one": "", "other": ""}
-    return [
-        name,
-        row["what"] if row["what"] != "dtype" else f"{sides[0]}, {sides[1]}",
-        f"{row['differing']:,} of {row['elements']:,}",
-        "?" if row["max_abs"] is None else f"{row['max_abs']:.3g}",
-        "?" if row["relative"] is None else f"{row['relative']:.2g}",
-        str(first["index"]),
-        first["one"],
-        first["other"],
-    ]
-
-
 # ---- for the eye -----------------------------------------------------------------------------------------------------
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+def plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """A table; a head that begins with ">" stands over a column of numbers."""
     from rich.table import Table
     from rich.text import Text
@@ -249,7 +191,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTyp
         table.add_column(head.removeprefix(">"), justify="right" if head[:1] == ">" else "left", overflow="fold")
     for row in rows:
         styles = {"damaged": "red", "bad": "red", "missing": "red", "good": "green"}
-        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+        table.add_row(*(Text(report.visible(cell), style=styles.get(cell, "")) for cell in row))
     return table
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardrun import report
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -56,7 +58,13 @@ def tree_table(title: str, root: Branch, columns: Sequence[Column], *, width: in
     guides = ("├─ ", "└─ ", "│  ") if unicode else ("|- ", "`- ", "|  ")
     lines = [(title, root), *_lines(root, "", guides)]
     cells = [
-        [label, *(column.of_leaf(at.row) if at.row else column.of_many(totals(at.leaves())) for column in columns)]
+        [
+            report.visible(text)
+            for text in (
+                label,
+                *(column.of_leaf(at.row) if at.row else column.of_many(totals(at.leaves())) for column in columns),
+            )
+        ]
         for label, at in lines
     ]
     kept = [number for number, column in enumerate(columns) if any(line[number + 1] for line in cells)]

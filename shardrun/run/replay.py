@@ -24,17 +24,15 @@ from shardrun.config.load import differences, from_mapping
 from shardrun.config.schema import Checkpoint
 from shardrun.errors import CheckpointError, StoppedAfterSave, UsageError
 from shardrun.run.changes import recipe_changes
-from shardrun.run.comparison import METRICS, Comparison, leaves, unsteady_text
+from shardrun.run.comparison import leaves, unsteady_text
 from shardrun.run.launch import Screen, launch
 from shardrun.run.legs import Legs, Start
 from shardrun.run.lineage import Pair
-from shardrun.run.metrics import NAME, read_rows
 from shardrun.run.proof import Compared, Proof, facts_of, limits
+from shardrun.run.saved_state import compared, compared_metrics
 from shardrun.run.verify import SCRAMBLE
 
 _SEEN = "seen"
-_SECTIONS = ("counters", "schedule", "data", "aliases", "param_sha256", "meaning")
-_ONE_OF_GROUP = ("contract", "layout", "optimizer", "step_count")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,8 @@ class Replay:
         saved = [_sound(one.path, one.manifest, self._meter) for one in (pair.start, pair.end)][1]
         replayed = self.replay("replay")
         self._say(f"replayed windows {pair.start.step + 1} to {pair.end.step} ({time.monotonic() - began:.1f} s)")
-        rows = self.compared(saved, replayed)
+        rows = compared(saved, replayed.contents, self._meter)
+        rows.insert(0, compared_metrics(pair.run_dir, replayed.run_dir, range(pair.start.step + 1, pair.end.step + 1)))
         first = next((row.first for row in rows if row.first), None)
         hints, unsteady = [*pair.notes, *self._here_and_then(replayed)], None
         if first is not None:
@@ -109,46 +108,6 @@ class Replay:
         if found is None or found.step != end.step:
             raise CheckpointError(f"{run_dir}: the replay ended without a checkpoint of step {end.step}")
         return Replayed(_sound(found.path, read_manifest(found.path)[0], Meter()), run_dir)
-
-    # ---- comparing -------------------------------------------------------------------------------------------------
-
-    def compared(self, saved: Contents, replayed: Replayed) -> list[Compared]:
-        """All that both checkpoints hold, and the metrics of the windows between."""
-        assert saved.manifest is not None
-        kinds: dict[str, list[tuple[int, str | None]]] = {}
-        kinds[METRICS] = [self._metrics(replayed.run_dir)]
-        for what, one, other in _values(saved.manifest, replayed.manifest):
-            kinds.setdefault(what, []).append(_apart(what, one, other))
-        parameters = {spec["path"] for group in saved.manifest["groups"].values() for spec in group["contract"]}
-        for row in compare(saved, replayed.contents, self._meter)[0]:
-            what = _kind(row["section"], row["name"], parameters)
-            kinds.setdefault(what, []).append((row["elements"], _told(row)))
-        step = self._pair.end.step
-        return [
-            Compared(what, sum(count for count, _ in found), _placed(what, step, (text for _, text in found)))
-            for what, found in kinds.items()
-        ]
-
-    def _metrics(self, run_dir: Path) -> tuple[int, str | None]:
-        """Every row of the windows between; validations only where both have one (a hurried stop leaves it out)."""
-        between = range(self._pair.start.step + 1, self._pair.end.step + 1)
-        sides = [
-            [row for row in read_rows(folder / NAME) if row.get("step") in between]
-            for folder in (self._pair.run_dir, run_dir)
-        ]
-        both = {row["step"] for row in sides[0] if "loss" not in row} & {
-            row["step"] for row in sides[1] if "loss" not in row
-        }
-        sides = [[row for row in rows if "loss" in row or row["step"] in both] for rows in sides]
-        if not sides[0]:
-            return 0, None
-        comparison = Comparison(1)
-        comparison.compare_metrics("in the run", sides[0], sides[1])
-        first = comparison.first
-        values = sum(row.values for row in comparison.rows)
-        if first is None:
-            return values, None
-        return values, f"step {first.step}, metrics: {first.name}: run {first.straight}, replay {first.interrupted}"
 
     def _kind_of_difference(self, one: Replayed, other: Replayed) -> tuple[str, str | None]:
         """What a second replay says of a difference; and where data changed, if they did."""
@@ -225,56 +184,6 @@ def _sound(path: Path, manifest: Mapping[str, Any], meter: Meter) -> Contents:
     if found.problems:
         raise CheckpointError("\n  ".join([f"checkpoint {path} is damaged:", *found.problems]))
     return found
-
-
-def _values(saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(kind, saved, replayed) of what manifests hold of the state."""
-    yield "topology", saved["topology"], replayed["topology"]
-    for key in _SECTIONS:
-        yield {"data": "data position", "meaning": "config"}.get(key, key), saved.get(key), replayed.get(key)
-    for name in saved["groups"].keys() | replayed["groups"].keys():
-        sides = [manifest["groups"].get(name, {}) for manifest in (saved, replayed)]
-        for key in _ONE_OF_GROUP:
-            yield f"{key} of groups", *({name: side.get(key)} for side in sides)  # type: ignore[misc]
-
-
-def _apart(what: str, one: Any, other: Any) -> tuple[int, str | None]:
-    """How many plain values there are, and the first that differs."""
-    left, right = dict(leaves(one)), dict(leaves(other))
-    for name in [*left, *(name for name in right if name not in left)]:
-        sides = [json.dumps(side[name]) if name in side else "absent" for side in (left, right)]
-        if sides[0] != sides[1]:
-            return len(left), f"{what}: {name}: run {sides[0]}, replay {sides[1]}"
-    return len(left), None
-
-
-def _kind(section: str, name: str, parameters: set[str]) -> str:
-    """What a tensor of a checkpoint is, in the words of Comparison."""
-    if section == "model":
-        return "parameters" if name in parameters else "buffers"
-    if section.startswith("rank "):
-        return "rng " + name.removeprefix("rng/") if name.startswith("rng/") else "buffers"
-    key = name.rpartition("/")[2]
-    return "fp32 masters" if key == "master" else f"optimizer {key}"
-
-
-def _told(row: Mapping[str, Any]) -> str | None:
-    if row["what"] == "same":
-        return None
-    where = row["name"] if row["section"] == "model" else f"{row['section']}: {row['name']}"
-    if row["what"] != "values":
-        return f"{where}: {row['what']}"
-    first = row["first"]
-    return (
-        f"{where}, element {first['element']}: run {first['one']}, replay {first['other']} "
-        f"({row['differing']:,} of {row['elements']:,} elements differ)"
-    )
-
-
-def _placed(what: str, step: int, texts: Iterator[str | None]) -> str | None:
-    """The first of the texts, with the step at which it was seen."""
-    first = next((text for text in texts if text is not None), None)
-    return first if first is None or what == METRICS else f"step {step}, {what}: {first}"
 
 
 def _same_files(saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[int, int]:

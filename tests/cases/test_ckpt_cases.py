@@ -331,10 +331,14 @@ from shardrun.checkpoint.store import scan
 from shardrun.errors import CheckpointError
 reads = 0
 while not (Path(sys.argv[1]) / "stop").exists():
+    try:
+        assert all(row["good"] for row in inspect(Path(sys.argv[1]), verify=True)["checkpoints"])
+    except CheckpointError as error:
+        assert "nothing to resume from" in str(error), error  # before the first save
     for found in scan(Path(sys.argv[1])):
         try:
             inspect(found.path, verify=True)
-        except (CheckpointError, FileNotFoundError):
+        except CheckpointError:
             pass  # it was removed between the listing and the look
         reads += 1
 print(reads)

@@ -12,7 +12,7 @@ import pytest
 from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.manifest import MANIFEST
 from shardrun.cli import inspect_ckpt
-from shardrun.records.header import read_header
+from shardrun.records.header import TensorBytes, read_header, write_safetensors
 from tests.golden import state
 from tests.golden.runs import flip, put
 
@@ -109,6 +109,19 @@ def test_a_single_file_and_a_link_to_it_are_shown(tmp_path: Path, capsys: pytest
     assert inspect_ckpt.run(link, stats=True) == 0
     (shown,) = [line for line in capsys.readouterr().out.splitlines() if "half.weight" in line]
     assert shown.split()[1:6] == ["half.weight", "bfloat16", "(300,", "3)", "1,800"]
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["\x1b[2Jw", "a.\nfake: good", "\u202etfel"]
+    tensors = {name: TensorBytes("U8", (1,), lambda: b"\x01") for name in names}
+    write_safetensors(tmp_path / "odd.safetensors", tensors, {"by": "\x1b]0;title\x07"}, fsync=False)
+    write_safetensors(tmp_path / "none.safetensors", {}, {}, fsync=False)
+    assert inspect_ckpt.run(tmp_path / "odd.safetensors", stats=True) == 0
+    assert inspect_ckpt.run(tmp_path / "odd.safetensors", other=tmp_path / "none.safetensors") == 4
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert "\\x1b[2Jw" in shown
+    assert not any(line.startswith("fake") for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("size", [0, 5, 60, 4000])
