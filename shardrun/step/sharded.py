@@ -187,7 +187,10 @@ class ShardedOptimizer(ABC):
         return self.stepper.state_tensors() | {name: view.clone() for name, view in self._masters.views.items()}
 
     def load_record(self, record: ShardRecord) -> None:
-        """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change."""
+        """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change.
+
+        A rank that fails after that (of memory, say) closes the communicator, and its session can go on no more.
+        """
         masters = self._masters.views
         mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
         found, shared = judge(
@@ -200,9 +203,14 @@ class ShardedOptimizer(ABC):
             raise by_all(ContractError(told + "; ".join(joint)))
         with signals_deferred():
             torn, self.torn = self.torn, True  # should the machine fail underway
-            self.stepper.load_state_tensors(record.tensors)
-            self._masters.load(record.tensors)
-            self.step_count = int(record.meta["step_count"])
+            try:
+                self.stepper.load_state_tensors(record.tensors)
+                self._masters.load(record.tensors)
+                self.step_count = int(record.meta["step_count"])
+            except Exception as failure:
+                told = f"{type(failure).__name__}: {failure}"
+                self.comm.poison(f"{self.comm.named(self.comm.rank)} failed in load_record of {self.name}: {told}")
+                raise
             self.torn = torn
 
     def record_meta(self) -> dict[str, Any]:

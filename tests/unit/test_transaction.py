@@ -94,6 +94,8 @@ def test_a_record_that_was_loaded_half_way_is_neither_stepped_from_nor_saved(mon
     _while_loading(other, lambda: torch.empty(1 << 60), monkeypatch)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         other.load_record(one.to_record())
+    assert other.comm.failure is not None
+    assert other.comm.failure.cause.startswith("rank 0 failed in load_record of default: RuntimeError: ")
     for call in (lambda: other.step(local_weight=3), other.to_record):
         with pytest.raises(StepFailed, match="or while a record was loaded, left the state of default half way"):
             call()
