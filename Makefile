@@ -18,6 +18,7 @@ help:
 	@echo "make unit      tests without processes;  make ranks: tests on 1 to 4 gloo ranks"
 	@echo "make faults    a seeded sample of kills, stops and other faults;  make long: all of them, and what safety costs"
 	@echo "make chaos     a hundred random kills, stops and faults of a small run, each gone on from (CYCLES=, SEED=)"
+	@echo "make fuzz      a million mutated headers and manifests: read or refused (COUNT=, SEED=)"
 	@echo "make one T=tests/unit/test_config_load.py   one file or test, first failure ends it"
 
 setup: $(READY)
@@ -68,6 +69,10 @@ long: setup
 # A hundred random ends of a small run, each gone on from: CYCLES, SEED.
 chaos: setup
 	$(PY) -m tests.faults.chaos --cycles $(or $(CYCLES),100) --seed $(or $(SEED),4)
+
+# A million mutated headers and manifests: COUNT, SEED.
+fuzz: setup
+	$(PY) -m tests.checkpoints.fuzz --count $(or $(COUNT),1000000) --seed $(or $(SEED),1)
 
 one: setup
 	$(PY) -m pytest -x $(T)
