@@ -13,19 +13,23 @@ if TYPE_CHECKING:
 
 
 class PendingSave:
-    """A save under way; every rank makes one of the same save, and all ranks call `advance` and `finish` together.
+    """A save under way; every rank makes one of the same save, and all ranks call `advance` together.
 
-    [Note: saving in the background] The work of a stage (writing files, on rank 0 publishing) runs in a thread that
-    never communicates. All ranks meet where the training loop calls `advance`, in the very collectives of a save in the
-    foreground: no rank goes on to publish before every rank has shown that its files are durable. Where training fails
-    in between, nobody meets any more, and what was being written stays behind as a left-over.
+    [Note: saving in the background] The work of a stage (copying live tensors, writing files, publishing) runs in a
+    thread that never communicates. All ranks meet where the training loop calls `advance`, in the very collectives of a
+    save in the foreground: no rank goes on to publish before every rank has shown that its files are durable. Where
+    training fails in between, nobody meets any more, and what was being written stays behind as a left-over.
     """
 
     def __init__(self, comm: Communicator, stages: Stages) -> None:
-        """Collective: begins with the meetings of `stages` that come before the first work."""
+        """The first work of `stages` copies what the others need of live tensors."""
         self._comm = comm
         self._stages = stages
-        self._task = _Task(next(stages))
+        self._task = self._copying = _Task(next(stages))
+
+    def hold(self) -> None:
+        """Return once the live tensors have been copied and may change; local."""
+        self._copying.thread.join()
 
     @property
     def is_waiting(self) -> bool:
@@ -50,12 +54,6 @@ class PendingSave:
             saved: Saved = done.value
             return saved
         return None
-
-    def finish(self) -> Saved:
-        """Wait until the checkpoint is published; collective. Raises as `advance` does."""
-        while (saved := self.advance()) is None:
-            pass
-        return saved
 
 
 class _Task:

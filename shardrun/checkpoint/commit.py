@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from shardrun.checkpoint.background import PendingSave
 from shardrun.checkpoint.plan import agree_on_plan
-from shardrun.checkpoint.protocol import Saved, run_stages, stages_of_save
+from shardrun.checkpoint.protocol import Saved, Stages, Work, run_stages, stages_of_save
 from shardrun.checkpoint.retention import Retention
 from shardrun.checkpoint.snapshot import Snapshot, plan_of
 from shardrun.comm.communicator import Communicator
@@ -41,18 +42,25 @@ def save(
 def begin_save(
     run_dir: Path,
     comm: Communicator,
-    snapshot: Snapshot,
+    take: Callable[[], Snapshot],
     *,
     keep: int | None = None,
     keep_every: int | None = None,
     fence: int | None = None,
 ) -> PendingSave:
-    """Begin a save that goes on in the background; collective, otherwise as `save`.
+    """Begin a save that goes on in the background; every rank of the world calls it, otherwise as `save`.
 
-    When it returns, nothing is durable yet, but `snapshot` has been copied and the live tensors may change. Extra
-    memory until the save is over: this rank's record, and on rank 0 the model.
+    `take` is called in the background and gives a snapshot of memory of its own: the live tensors that it copies must
+    not change before `PendingSave.hold` has returned. Extra memory until the save is over: what this rank writes.
     """
     retention = Retention(keep, keep_every)
-    aside = snapshot.set_aside(comm.rank)
-    plan = agree_on_plan(comm, lambda: plan_of(aside, comm.rank, comm.world_size))
-    return PendingSave(comm, stages_of_save(run_dir, comm, plan, retention, fence))
+    return PendingSave(comm, _take_and_save(run_dir, comm, take, retention, fence))
+
+
+def _take_and_save(
+    run_dir: Path, comm: Communicator, take: Callable[[], Snapshot], retention: Retention, fence: int | None
+) -> Stages:
+    taken: list[Snapshot] = []
+    yield Work("checkpoint taken", lambda: taken.append(take()))
+    plan = agree_on_plan(comm, lambda: plan_of(taken.pop(), comm.rank, comm.world_size))
+    return (yield from stages_of_save(run_dir, comm, plan, retention, fence))

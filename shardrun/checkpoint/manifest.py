@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -76,7 +77,7 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
     if len(raw) > _MAX_BYTES:
         raise CheckpointError(f"it has more than {_MAX_BYTES:,} bytes")
     try:
-        found = json.loads(raw.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        found = _DECODER.decode(raw.decode("ascii"))
     except RecursionError:
         raise CheckpointError("nested too deeply") from None
     except ValueError as error:
@@ -112,6 +113,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constants(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite)
 
 
 def _is_count(value: Any, least: int = 0) -> bool:

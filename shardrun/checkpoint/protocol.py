@@ -59,9 +59,7 @@ def stages_of_save(run_dir: Path, comm: Communicator, plan: Plan, retention: Ret
         entries = joined_entries(plan, written)
         sections = joined_sections(plan, written)
         order = Order(run_dir, staging, sections, entries, plan.needed, retention, fence)
-        published = (yield Work("checkpoint published", (lambda: publish(order)) if comm.rank == 0 else lambda: None))[
-            0
-        ]
+        published, *_ = yield Work("checkpoint published", lambda: publish(order) if comm.rank == 0 else None)
     path = run_dir / CHECKPOINTS / step_name(plan.step)
     seconds = time.monotonic() - started
     return Saved(plan.step, path, published["bytes"], published["free"], seconds, tuple(published["notes"]))

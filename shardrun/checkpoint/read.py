@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,14 @@ def read_rank_files(
     `names`: read only those files of the model that have one of them; its other files are looked at, not read.
     """
     found = RankFiles()
-    _read_model(found, checkpoint, manifest, names)
-    due = _files_due(manifest, rank)
-    for label, entries in due.items():
-        if len(entries) != 1:
-            found.problems.append(f"{checkpoint}: the manifest lists {len(entries)} files for {label}, not one")
-            continue
+    # Side by side: reading waits for the disk while another file is hashed.
+    with ThreadPoolExecutor() as readers:
+        reading = [readers.submit(_read_model, found, checkpoint, manifest, names)]
+        for label, entries in _files_due(manifest, rank).items():
+            reading.append(readers.submit(_read_only, found, checkpoint, manifest, label, entries))
+    for one in reading:
         try:
-            _read_into(found, checkpoint, manifest, entries[0])
+            one.result()
         except CheckpointError as error:
             found.problems.append(str(error))
     if not found.problems:
@@ -93,6 +94,14 @@ def _files_due(manifest: Mapping[str, Any], rank: int) -> dict[str, list[dict[st
             ]
     due[f"the state of rank {rank}"] = [entry for entry in mine if entry["role"] == "state"]
     return due
+
+
+def _read_only(
+    found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], label: str, entries: list[dict[str, Any]]
+) -> None:
+    if len(entries) != 1:
+        raise CheckpointError(f"{checkpoint}: the manifest lists {len(entries)} files for {label}, not one")
+    _read_into(found, checkpoint, manifest, entries[0])
 
 
 def _read_into(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardrun.checkpoint.manifest import canonical_json, is_plain_name
@@ -46,8 +45,8 @@ class Snapshot:
     `manifest`: the plain-JSON sections of the manifest, the same on every rank: run, attempt, parent, counters,
     topology, schedule, data, numerics, config, meaning, param_sha256, groups (a group's contract, layout, optimizer
     and numerics are taken from its record where they are not given). The field `param_sha256` may stand in for the
-    section of that name where the ranks have compared their parameters already: rank 0 gives it the model, while it
-    writes.
+    section of that name where the ranks have compared their parameters already: it is given what a rank writes of the
+    model, while that is written.
     `model`: the whole model by name, tied tensors once; rank 0 writes it, all ranks describe it. With `parts` it is
     what this rank has of it. `aliases`: further names of tied tensors -> the name in `model`. `records`: group -> this
     rank's record. `rank_state`: this rank's own tensors (RNG streams as uint8, rank-local buffers, ...). Tensors are
@@ -68,25 +67,6 @@ class Snapshot:
         if self.parts is None:
             return dict(self.model) if rank == 0 else {}
         return {name: self.model[name] for name in sorted(self.parts.own)}
-
-    def set_aside(self, rank: int) -> Snapshot:
-        """The same in memory of its own on the host, as far as `rank` writes it: training may go on meanwhile.
-
-        A record is a copy already. Only rank 0 writes the model; the others are asked for its form.
-        """
-        return replace(
-            self,
-            model={**self.model, **{name: _host_copy(tensor) for name, tensor in self.written(rank).items()}},
-            records={
-                group: ShardRecord(record.meta, {name: tensor.cpu() for name, tensor in record.tensors.items()})
-                for group, record in self.records.items()
-            },
-            rank_state={name: _host_copy(tensor) for name, tensor in self.rank_state.items()},
-        )
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def plan_of(snapshot: Snapshot, rank: int, world_size: int) -> Plan:

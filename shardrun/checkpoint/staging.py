@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +106,10 @@ def cannot_save(folder: Path, needed: int, why: OSError | str) -> str:
 def write_files(staging: Path, plan: Plan) -> dict[str, Any]:
     """Write this rank's files, hashed and fsynced; what the others have to know of them, as plain JSON. Local."""
     try:
-        entries = [_write_one(staging, file) for file in plan.files]
-        digest = None if plan.param_sha256 is None else plan.param_sha256()
+        with ThreadPoolExecutor(1) as beside:
+            hashed = None if plan.param_sha256 is None else beside.submit(plan.param_sha256)
+            entries = [_write_one(staging, file) for file in plan.files]
+            digest = None if hashed is None else hashed.result()
         # Whoever wrote a file makes its name durable, so that the rename is the last thing that has to happen.
         written = {staging / folder for file in plan.files for folder in Path(file.path).parents}
         for folder in sorted(written, reverse=True):

@@ -13,6 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -117,12 +118,14 @@ def write_safetensors(
     descriptor = create_file(path)
     try:
         write_all(descriptor, head, path)
-        for name in order:
-            data = memoryview(tensors[name].data())
-            assert data.nbytes == tensors[name].nbytes, f"{name}: {data.nbytes} bytes for {tensors[name]}"
-            digest.update(data)
-            write_all(descriptor, data, path)
-            size += data.nbytes
+        with ThreadPoolExecutor(1) as beside:  # hashing takes about as long as writing, and both leave python alone
+            for name in order:
+                data = memoryview(tensors[name].data())
+                assert data.nbytes == tensors[name].nbytes, f"{name}: {data.nbytes} bytes for {tensors[name]}"
+                hashed = beside.submit(digest.update, data)
+                write_all(descriptor, data, path)
+                hashed.result()
+                size += data.nbytes
         if fsync:
             sync_file(descriptor, path)
     finally:

@@ -46,6 +46,11 @@ def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the host that shares no memory with `tensor`."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def as_bytes(flat: Tensor) -> memoryview:
     """The storage of a contiguous CPU tensor as bytes, writable; the tensor stays alive as long as the view."""
     assert sys.byteorder == "little", "safetensors is little-endian"
@@ -53,8 +58,12 @@ def as_bytes(flat: Tensor) -> memoryview:
 
 
 def fresh_tensor(entry: Entry) -> Tensor:
-    """An uninitialised CPU tensor for what `entry` describes."""
-    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    """An uninitialised CPU tensor for what `entry` describes.
+
+    torch.empty would fill it where deterministic algorithms are on, which takes longer than reading what belongs there.
+    """
+    storage = torch.UntypedStorage(entry.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=_DTYPES[entry.dtype], device="cpu").set_(storage).view(entry.shape)
 
 
 def scalar_tensor(dtype: str, data: bytes) -> Tensor:

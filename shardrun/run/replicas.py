@@ -41,7 +41,7 @@ def compare_replicas(comm: Communicator, model: nn.Module, spread: Sequence[Spre
     """
     if comm.world_size == 1:
         return {}
-    digests = {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
+    digests = parameter_digests(model)
     local = {path for _, paths in spread for path in paths}
     sets = [(comm, digests.keys() - local), *((group, digests.keys() & set(paths)) for group, paths in spread)]
     differs = False
@@ -67,6 +67,11 @@ def compare_replicas(comm: Communicator, model: nn.Module, spread: Sequence[Spre
 def _holders(path: str, every: Sequence[Mapping[str, str]], *, some: bool) -> dict[int, str]:
     """Rank -> its digest of `path`; `some`: a rank may be without it."""
     return {rank: held.get(path, "none") for rank, held in enumerate(every) if path in held or not some}
+
+
+def parameter_digests(model: nn.Module) -> dict[str, str]:
+    """The digest of every parameter by path, tied ones once; local."""
+    return {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
 
 
 def digest(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardrun.checkpoint.commit import PendingSave, Saved, begin_save, save
 from shardrun.checkpoint.store import CHECKPOINTS
@@ -13,8 +14,8 @@ from shardrun.run.build import Built
 from shardrun.run.exports import write_export
 from shardrun.run.journal import Journal
 from shardrun.run.progress import Progress
-from shardrun.run.replicas import compare_replicas
-from shardrun.run.state import Lineage, snapshot_of
+from shardrun.run.replicas import compare_replicas, parameter_digests
+from shardrun.run.state import Lineage, snapshot_aside, snapshot_of
 
 
 @dataclass
@@ -62,6 +63,11 @@ class Saving:
             if self.saved_step != progress.step:
                 self._save(progress, wait)
 
+    def hold(self) -> None:
+        """Return once the live state may change: called before each update; local."""
+        if self._pending is not None:
+            self._pending.hold()
+
     def advance(self) -> None:
         """Go on with the save that is under way; for when every rank `is_waiting`."""
         with self._phase():
@@ -97,15 +103,15 @@ class Saving:
     def _save(self, progress: Progress, wait: bool) -> None:
         built, lineage, asked = self.built, self.lineage, self.built.config.checkpoint
         compared = compare_replicas(built.comm, built.model, built.spread, f"step {progress.step} is not saved")
-        snapshot = snapshot_of(built, progress, lineage, compared)
         self.saved_step = progress.step
-        begun = (begin_save if self._in_background and not wait else save)(
-            self.run_dir, built.comm, snapshot, keep=asked.keep, keep_every=asked.keep_every, fence=lineage.fence
-        )
-        if isinstance(begun, PendingSave):
-            self._pending = begun
+        keeps: dict[str, Any] = {"keep": asked.keep, "keep_every": asked.keep_every, "fence": lineage.fence}
+        if self._in_background and not wait:
+            # In a world of one nothing was compared; the copy is made while the recipe runs, and has to be the same.
+            compared = compared or parameter_digests(built.model)
+            take = snapshot_aside(built, progress, lineage, compared)
+            self._pending = begin_save(self.run_dir, built.comm, take, **keeps)
         else:
-            self._published(begun)
+            self._published(save(self.run_dir, built.comm, snapshot_of(built, progress, lineage, compared), **keeps))
 
     @property
     def _in_background(self) -> bool:

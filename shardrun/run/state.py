@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
 from shardrun.errors import CheckpointError, DivergenceError, by_all
 from shardrun.records.fit import group_violations
-from shardrun.records.tensors import tensors_sha256
+from shardrun.records.record import ShardRecord
+from shardrun.records.tensors import host_copy, tensors_sha256
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.groups import record_name
@@ -53,8 +54,36 @@ class Lineage:
 def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
     """Everything that the next step depends on, to be saved; collective.
 
-    `compared`: what `compare_replicas` gave; rank 0 looks whether that is still so of the parameters that it writes.
+    `compared`: what `compare_replicas` gave; whoever writes parameters looks whether that is still so of them.
     """
+    return replace(_without_record(built, progress, lineage, compared), records=_records(built))
+
+
+def snapshot_aside(
+    built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]
+) -> Callable[[], Snapshot]:
+    """The same in memory of its own on the host, as far as this rank writes it, in two parts; collective.
+
+    What forward may change, buffers and random streams, is copied before this returns. What it returns copies the rest,
+    on any thread, and is called once, before the next update; local.
+    """
+    now = _without_record(built, progress, lineage, compared)
+    parameters = distinct_parameters(built.model)
+    rank_state = {name: host_copy(tensor) for name, tensor in now.rank_state.items()}
+    buffers = {name: host_copy(tensor) for name, tensor in now.model.items() if name not in parameters}
+
+    def take() -> Snapshot:
+        written = now.written(built.comm.rank)  # of the rest only its form is asked for
+        copied = {name: buffers[name] if name in buffers else host_copy(one) for name, one in written.items()}
+        records = _records(built)
+        for record in records.values():
+            record.tensors = {name: tensor.cpu() for name, tensor in record.tensors.items()}
+        return replace(now, model={**now.model, **copied}, records=records, rank_state=rank_state)
+
+    return take
+
+
+def _without_record(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
     _refuse_grown_buffers(built)
     aliases = tied_names(built.model)
     model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
@@ -63,11 +92,14 @@ def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Ma
         manifest=_sections(built, progress, lineage),
         model=model,
         aliases=aliases,
-        records={group.record_name: group.sharded.to_record() for group in built.groups},
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
         param_sha256=partial(_sha256_of_compared, progress.step, [*distinct_parameters(built.model)], compared),
         parts=model_parts(built.comm, model, aliases) if built.spread else None,
     )
+
+
+def _records(built: Built) -> dict[str, ShardRecord]:
+    return {group.record_name: group.sharded.to_record() for group in built.groups}
 
 
 def _sha256_of_compared(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
@@ -77,7 +109,7 @@ def _sha256_of_compared(step: int, names: list[str], compared: Mapping[str, str]
     if changed:
         raise DivergenceError(
             f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(names)} parameters in all) has "
-            "changed since the ranks compared it; look for faulty memory, and for recipe threads that write to it"
+            "changed since it was compared; look for faulty memory, and for a recipe that writes to its parameters"
         )
     return tensors_sha256({name: model[name] for name in names})
 

@@ -145,6 +145,7 @@ class Trainer:
         max_grad_norm = built.config.train.max_grad_norm
         lr = built.groups[0].lr(progress.updates)
         grad_norm, skipped, moved = None, None, False
+        self._saving.hold()
         try:
             result = step_groups(
                 built.groups,

@@ -136,6 +136,7 @@ def test_a_well_sealed_lie_is_refused(change: dict[str, Any], words: str) -> Non
         b'{"a":' * 100_000,
         b'{"format":"shardrun-checkpoint","format":"shardrun-checkpoint"}',
         b'{"format":"shardrun-checkpoint","version":NaN}',
+        b'{"format":"shardrun-checkpoint","version":1,"lr":1e999}',
         b'{"format":"shardrun-checkpoint","version":' + b"9" * 10_000 + b"}",
     ],
 )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardrun.checkpoint.load import load
+from shardrun.comm.communicator import Communicator
 from tests.checkpoints.kills import FAST, SCENES, sweep
 from tests.checkpoints.syscalls import run_traced, unavailable
 
@@ -29,6 +31,9 @@ def test_a_save_killed_at_a_system_call_leaves_the_previous_or_the_new(folder: P
     assert swept.kept + swept.published == 12
     assert swept.calls.count("fsync") >= 14  # 5 files and the nonce, LATEST, and every folder that got a name
     assert swept.calls.count("renameat2") >= 1
+    loaded = load(folder / "scene" / "whole", Communicator.single(), {})
+    assert loaded is not None
+    assert loaded.step == SCENES[name].step
 
 
 def test_every_changing_call_counts_and_the_one_before_which_it_dies_is_not_made(folder: Path) -> None:
