@@ -134,9 +134,13 @@ def _opened(folder: Path, config: Mapping[str, Any]) -> list[str]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     load: Any = architecture
-    _, told = load.from_pretrained(
-        folder, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True
-    )
+    try:
+        _, told = load.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # transformers raises of all kinds
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{name} of transformers cannot be made of this hf_config: {why}") from error
     lines = []
     for kind in ("missing", "unexpected", "mismatched"):
         # What is mismatched comes as (name, shape in the file, shape in the model).

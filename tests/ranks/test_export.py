@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from shardrun.checkpoint.export import Exported, export_hf, export_safetensors
 from shardrun.checkpoint.export_torch import export_torch
+from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
 from shardrun.checkpoint.reshard import reshard
-from shardrun.errors import CheckpointError, UsageError
+from shardrun.errors import CheckpointError, ConfigError, UsageError
+from shardrun.run.recipe import load_recipe
 from tests.golden.runs import flip, put
-from tests.support.training import RECIPES, Trained, document, train, trained
+from tests.support.training import RECIPES, Trained, document, trained
 
 ADAMW = {"name": "adamw", "lr": 0.1, "options": [{"match": ["l2"], "weight_decay": 0.0, "lr_scale": 0.5}]}
 
@@ -138,47 +140,54 @@ def test_damage_is_found_and_nothing_is_left(tmp_path: Path, export: Callable[[P
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-def llama(run_dir: Path, **args: Any) -> dict[str, Any]:
+def llama(run_dir: Path, parameters: str, **args: Any) -> Path:
+    """The checkpoint of a tiny Llama."""
     pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'shardrun[hf]'")
-    sections = {"optimizer": {"name": "adamw", "lr": 0.01}, "train": {"steps": 2, "global_batch_size": 2}}
-    return document(run_dir, 2, sections, str(RECIPES / "hf_llama.py"), **args)
+    sections = {
+        "optimizer": {"name": "adamw", "lr": 0.01},
+        "train": {"steps": 2, "global_batch_size": 2},
+        "precision": {"parameters": parameters},
+    }
+    return trained(document(run_dir, 1, sections, str(RECIPES / "hf_llama.py"), **args)).checkpoint(2)
 
 
 @pytest.mark.parametrize(("tied", "parameters"), [(False, "fp32"), (True, "bf16")])
 def test_transformers_opens_the_folder_and_gives_the_same_logits(tmp_path: Path, tied: bool, parameters: str) -> None:
-    config = llama(tmp_path / "run", tied=tied)
-    config["precision"] = {"parameters": parameters}
-    run = trained(config)
-    done = export_hf(run.checkpoint(2), tmp_path / "out")
+    source = llama(tmp_path / "run", parameters, tied=tied)
+    done = export_hf(source, tmp_path / "out")
     assert (done.files, done.notes) == (("config.json", "model.safetensors"), ())
     auto = importlib.import_module("transformers").AutoModelForCausalLM
     opened = auto.from_pretrained(done.path).eval()
     recipe = importlib.import_module("tests.support.recipes.hf_llama")
     own = recipe.build_model(recipe.Args(tied=tied)).to(next(opened.parameters()).dtype).eval()
     assert next(opened.parameters()).dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[parameters]
-    safetensors.torch.load_model(own, run.checkpoint(2) / "model.safetensors")
+    safetensors.torch.load_model(own, source / "model.safetensors")
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         assert torch.equal(opened(tokens).logits, own(tokens).logits)
     assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == tied
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
-        done = export_hf(run.checkpoint(2), tmp_path / "unseen")
+        done = export_hf(source, tmp_path / "unseen")
     assert done.notes == ("transformers is not installed here, so that nobody has tried to open the folder with it",)
 
 
 def test_a_folder_that_transformers_would_open_as_another_model_is_not_published(tmp_path: Path) -> None:
-    for args, words in (
-        ({"told": 20}, r"of its tensors \d+ mismatched, .*"),
+    source = llama(tmp_path / "run", "fp32")
+    saved = read_manifest(source)[0]
+    for change, words in (
+        ({"hidden_size": 20}, r"of its tensors \d+ mismatched, "),
         (
-            {"named": "LlamaForSequenceClassification"},
-            r"of its tensors 1 missing, score.weight among them; 1 unexpected",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "1 missing, score.weight among them; 1 unexpected, lm_",
         ),
-        ({"named": "Trainer"}, r"has no model 'Trainer'"),
+        ({"architectures": ["Trainer"]}, "has no model 'Trainer'"),
+        ({"num_attention_heads": "two"}, "LlamaForCausalLM of transformers cannot be made of this hf_config: "),
     ):
-        run = trained(llama(tmp_path / "run" / str(args), **args))
+        body = {key: value for key, value in saved.items() if key not in ("digest", "format", "version")}
+        (source / MANIFEST).write_bytes(seal({**body, "hf_config": {**saved["hf_config"], **change}}))
         with pytest.raises(CheckpointError, match=words):
-            export_hf(run.checkpoint(2), tmp_path / "out")
+            export_hf(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -191,8 +200,7 @@ def test_a_recipe_without_a_hugging_face_config_is_told_the_way_out(tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_what_hf_config_returns_is_checked_before_a_start(tmp_path: Path) -> None:
-    config = llama(tmp_path / "run", named="")
+def test_what_hf_config_returns_is_checked_when_the_recipe_is_loaded(tmp_path: Path) -> None:
     recipe = tmp_path / "odd.py"
     for returned, words in (
         ("[1]", "hf_config returned a list of 1, expected a dict"),
@@ -205,6 +213,5 @@ def test_what_hf_config_returns_is_checked_before_a_start(tmp_path: Path) -> Non
             f"    return {returned}",
         ]
         recipe.write_text("\n".join([*lines, ""]))
-        done = train({**config, "recipe": str(recipe), "recipe_args": {}})
-        assert done.codes == [2, 2]
-        assert words in done.errors[0]
+        with pytest.raises(ConfigError, match=words):
+            load_recipe(str(recipe), {})

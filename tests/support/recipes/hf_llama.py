@@ -15,24 +15,21 @@ class Args(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tied: bool = False
-    hidden: int = 16
-    told: int = 16  # what hf_config says of hidden
-    named: str = "LlamaForCausalLM"
 
 
-def _config(args: Args, hidden: int) -> Any:
+def _config(args: Args) -> Any:
     return import_module("transformers").LlamaConfig(
-        vocab_size=32, hidden_size=hidden, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=args.tied,
     )  # fmt: skip
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    return {**_config(args, args.told).to_dict(), "architectures": [args.named]}
+    return {**_config(args).to_dict(), "architectures": ["LlamaForCausalLM"]}
 
 
 def build_model(args: Args) -> nn.Module:
-    model: nn.Module = import_module("transformers").LlamaForCausalLM(_config(args, args.hidden)).train()
+    model: nn.Module = import_module("transformers").LlamaForCausalLM(_config(args)).train()
     return model
 
 
