@@ -46,7 +46,7 @@ def read_rank_files(
     found = RankFiles()
     # Side by side: reading waits for the disk while another file is hashed.
     with ThreadPoolExecutor() as readers:
-        reading = [readers.submit(_read_model, found, checkpoint, manifest, names)]
+        reading = [readers.submit(read_model, found, checkpoint, manifest, names)]
         for label, entries in _files_due(manifest, rank).items():
             reading.append(readers.submit(_read_only, found, checkpoint, manifest, label, entries))
     for one in reading:
@@ -60,7 +60,7 @@ def read_rank_files(
     return found
 
 
-def _read_model(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], names: Collection[str] | None) -> None:
+def read_model(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], names: Collection[str] | None) -> None:
     """The files of the model, which have to make up what the manifest lists, each tensor once."""
     listed: dict[str, list[Any]] = {}
     for entry in (entry for entry in manifest["files"] if entry["role"] == "model"):

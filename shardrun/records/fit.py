@@ -55,6 +55,19 @@ def world_violations(saved: Any, expected: Any) -> list[str]:
     return [f"world size saved {saved}, this run {expected} ({ways})"]
 
 
+def _members_violation(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The line about groups that are on other ranks, or nothing."""
+    if saved == expected:
+        return []
+    told = [
+        f"{name} on ranks {','.join(map(str, ranks))}"
+        for side in (saved, expected)
+        for name, ranks in sorted(side.items())
+    ]
+    before, now = ", ".join(told[: len(saved)]), ", ".join(told[len(saved) :])
+    return [f"groups saved {before}, this run {now} (resume with --reshard; or go on with the topology of then)"]
+
+
 def group_violations(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Misfits of one group: contract, members, optimizer, numerics, and the layout if all of these fit."""
     found: list[str] = []
@@ -115,18 +128,20 @@ def checkpoint_violations(manifest: Mapping[str, Any], expected: Mapping[str, An
     `expected` has the manifest's structure: topology, groups, model ({name: [dtype, shape]}), aliases ({alias: name}),
     numerics; any other section is compared as it is. A section that `expected` lacks is not compared.
     """
-    found: list[str] = []
     topology = dict(expected.get("topology", {}))
-    found += world_violations(manifest["topology"]["world_size"], topology.pop("world_size"))
+    found = world_violations(manifest["topology"]["world_size"], topology.pop("world_size"))
+    elsewhere: list[str] = []
     if not found:  # members and the like follow the world size
         saved_topology = {key: value for key, value in manifest["topology"].items() if key != "world_size"}
-        found += _limited(differences(saved_topology, topology, "topology")) if topology else []
+        if "members" in topology:
+            elsewhere = _members_violation(saved_topology.pop("members", {}), topology.pop("members"))
+        found += elsewhere + (_limited(differences(saved_topology, topology, "topology")) if topology else [])
     if "model" in expected:
         found += _limited(model_differences(manifest, expected))
     groups, saved_groups = expected.get("groups", {}), manifest["groups"]
-    if "groups" in expected:
+    if "groups" in expected and not elsewhere:
         found += [f"group {name}: saved, not in this run" for name in sorted(saved_groups.keys() - groups.keys())]
-    for name, group in groups.items():
+    for name, group in groups.items() if not elsewhere else ():
         if name not in saved_groups:
             found.append(f"group {name}: not in the checkpoint")
         else:

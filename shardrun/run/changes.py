@@ -29,8 +29,8 @@ def recipe_changes(manifest: Mapping[str, Any], source: str, sha256: str | None)
 
 
 def of_world_size(line: str) -> bool:
-    """Whether a line of `changes` is about the world size, which a reshard changes and nothing else."""
-    return line.startswith("topology.world_size:")
+    """Whether a line of `changes` is about the number and places of ranks, which a reshard changes and nothing else."""
+    return line.startswith(("topology.world_size:", "topology.axes."))
 
 
 def refusal(source: Path, changed: Iterable[str]) -> UsageError:

@@ -63,6 +63,15 @@ def record_name(name: str, part: int, parts: int) -> str:
     return f"{name}-{part}" if parts > 1 else name
 
 
+def members(config: Config) -> dict[str, list[int]]:
+    """Ranks of every replica set of every group, by the name of its record."""
+    found: dict[str, list[int]] = {}
+    for name, group in config.parts.items():
+        sets = replica_sets(group.replicas, config.topology.axes, config.topology.world_size)
+        found |= {record_name(name, part, len(sets)): list(ranks) for part, ranks in enumerate(sets)}
+    return found
+
+
 def open_world(comm: Communicator, config: Config) -> World:
     """What recipes are told of the ranks, with a process group along each axis; collective."""
     axes = config.topology.axes

@@ -14,8 +14,10 @@ from shardrun.checkpoint.reshard import CLAIM, reshard
 from shardrun.checkpoint.store import CHECKPOINTS, STAGING, candidates
 from shardrun.checkpoint.together import by_root
 from shardrun.comm.communicator import Communicator
+from shardrun.config.load import from_mapping
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import remove_tree
+from shardrun.run.groups import members
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Source:
 
     path: Path
     made_of: Path | None = None
+    regroup: bool = False
+    """Whether each rank has to pick its part of it, because the replica sets are others."""
     notes: tuple[str, ...] = ()
 
     def discard(self) -> None:
@@ -47,12 +51,15 @@ def find_source(comm: Communicator, job: Mapping[str, Any]) -> Source:
         return Source(asked)
     scratch = Path(job["run_dir"]) / CHECKPOINTS / STAGING
     fallback = bool(options.get("allow_fallback"))
-    found = by_root(comm, "reshard", lambda: _at_world_size(asked, scratch, comm.world_size, fallback))
+    sets = members(from_mapping(job["config"]))
+    found = by_root(comm, "reshard", lambda: _at_world_size(asked, scratch, sets, comm.world_size, fallback))
     made_of = found["made_of"] and Path(found["made_of"])
-    return Source(Path(found["path"]), made_of, tuple(found["notes"]))
+    return Source(Path(found["path"]), made_of, bool(found.get("regroup")), tuple(found["notes"]))
 
 
-def _at_world_size(asked: Path, scratch: Path, world_size: int, fallback: bool) -> dict[str, Any]:
+def _at_world_size(
+    asked: Path, scratch: Path, sets: Mapping[str, list[int]], world_size: int, fallback: bool
+) -> dict[str, Any]:
     """The fields of a Source, as plain JSON. What is damaged by its sizes already is left for the load to tell."""
     notes: list[str] = []
     for found in candidates(asked):
@@ -61,9 +68,13 @@ def _at_world_size(asked: Path, scratch: Path, world_size: int, fallback: bool) 
             continue
         if not found.complete:
             break
-        before = read_manifest(found.path)[0]["topology"]["world_size"]
-        if before == world_size:
+        topology = read_manifest(found.path)[0]["topology"]
+        before, saved = topology["world_size"], topology.get("members", {})
+        if before == world_size and saved.keys() == sets.keys() and all(saved[name] == sets[name] for name in sets):
             return {"path": str(found.path), "made_of": None, "notes": notes}
+        if any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values()):
+            told = f"{found.path.name} was regrouped from {_told(saved)} to {_told(sets)}; {CLAIM}"
+            return {"path": str(found.path), "made_of": None, "regroup": True, "notes": [*notes, told]}
         target = scratch / f"{found.path.name}.{world_size}-ranks.{secrets.token_hex(4)}"
         try:
             done = reshard(found.path, target, world_size)
@@ -75,3 +86,7 @@ def _at_world_size(asked: Path, scratch: Path, world_size: int, fallback: bool) 
         notes.append(f"{found.path.name} was resharded from {before} to {world_size} ranks; {CLAIM}")
         return {"path": str(target), "made_of": str(found.path), "notes": [*notes, *done.notes]}
     return {"path": str(asked), "made_of": None, "notes": notes}
+
+
+def _told(sets: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{name} on ranks {','.join(map(str, ranks))}" for name, ranks in sets.items())

@@ -17,11 +17,11 @@ from torch import Tensor
 from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.regroup import load_regrouped
 from shardrun.checkpoint.reshard import RESHARDED
 from shardrun.checkpoint.snapshot import model_specs
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
-from shardrun.config.groups import replica_sets
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
 from shardrun.errors import CheckpointError, DivergenceError, by_all
@@ -29,8 +29,8 @@ from shardrun.records.fit import group_violations
 from shardrun.records.record import ShardRecord
 from shardrun.records.tensors import host_copy, tensors_sha256
 from shardrun.run.build import Built
-from shardrun.run.changes import changes, optimizer_misfits, recipe_changes, refusal
-from shardrun.run.groups import record_name
+from shardrun.run.changes import changes, of_world_size, optimizer_misfits, recipe_changes, refusal
+from shardrun.run.groups import members
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
 from shardrun.run.model_files import model_parts, parameter_misfits
 from shardrun.run.optimizer import Placement, state_keys
@@ -136,7 +136,7 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "attempt": lineage.attempt,
         "parent": None if lineage.parent is None else lineage.parent.name,
         "counters": progress.to_json(),
-        "topology": {"members": _members(built)},
+        "topology": {"members": members(built.config)},
         **_spread_groups(built),
         "schedule": {**config.schedule.model_dump(mode="json"), "position": progress.updates},
         "data": {"identity": built.loader.identity, "samples": built.loader.samples, "position": progress.position},
@@ -146,15 +146,6 @@ def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, A
         "meaning": meaning(config),
         **({} if built.recipe.hf_config is None else {"hf_config": built.recipe.hf_config}),
     }
-
-
-def _members(built: Built) -> dict[str, list[int]]:
-    """Ranks of every replica set, by the name of its record."""
-    members: dict[str, list[int]] = {}
-    for group in built.groups:
-        sets = replica_sets(group.asked.replicas, built.config.topology.axes, built.comm.world_size)
-        members |= {record_name(group.name, part, len(sets)): list(ranks) for part, ranks in enumerate(sets)}
-    return members
 
 
 def _spread_groups(built: Built) -> dict[str, Any]:
@@ -185,7 +176,7 @@ def saved_order(comm: Communicator, source: Source) -> dict[str, Placement]:
     Empty where there is none, or where it cannot be read: `resume` says why.
     """
     found: dict[str, Any] = {}
-    if comm.rank == 0:
+    if comm.rank == 0 and not source.regroup:
         with suppress(CheckpointError, OSError, LookupError, TypeError, AttributeError, ValueError, StopIteration):
             manifest, _ = read_manifest(next(one.path for one in candidates(source.path) if one.complete))
             found = {name: asdict(Placement.of(group)) for name, group in manifest["groups"].items()}
@@ -200,34 +191,46 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
     """
     options = job["options"]
     accepts = bool(options.get("accept_changes"))
-    expected = _expected(built)
-    if accepts:
-        del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
-    names = named_tensors(built.model).keys() if built.spread else None
-    fallback = bool(options.get("allow_fallback"))
-    loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
+    if source.regroup:
+        loaded: Loaded | None = _regrouped(built, source, accepts)
+    else:
+        expected = _expected(built)
+        if accepts:
+            del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
+        names = named_tensors(built.model).keys() if built.spread else None
+        fallback = bool(options.get("allow_fallback"))
+        loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
     if loaded is None:
         run = built.comm.agree("run id", secrets.token_hex(8))[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
-    _judge_changes(built, loaded, source.made_of or source.path, accepts)
+    _judge_changes(built, loaded, source, accepts)
     progress = restore(built, loaded, other_device=accepts)
     built.notes.extend([*source.notes, *loaded.notes])
     run = str(loaded.manifest["run"])
     return progress, Lineage(run, _attempt(built), source.made_of or loaded.path, options.get("fence"))
 
 
-def _judge_changes(built: Built, loaded: Loaded, source: Path, accepts: bool) -> None:
+def _regrouped(built: Built, source: Source, accepts: bool) -> Loaded:
+    """What this rank's groups hold of a checkpoint of other replica sets; collective."""
+    metas = {group.record_name: group.sharded.record_meta() for group in built.groups}
+    now = {} if accepts else numerics(built)
+    now.pop("seam", None)  # follows from the world
+    return load_regrouped(source.path, built.comm, metas, named_tensors(built.model).keys(), now)
+
+
+def _judge_changes(built: Built, loaded: Loaded, source: Source, accepts: bool) -> None:
     """Refuse what means something else than what was saved, or fit the record to what is accepted; collective."""
     manifest = loaded.manifest
     recipe: list[str] = []
 
     def changed() -> list[str]:
         recipe.extend(recipe_changes(manifest, built.recipe.source, built.recipe.sha256))
-        return [*changes(manifest, built.config), *recipe]
+        lines = changes(manifest, built.config)
+        return [*(line for line in lines if not (source.regroup and of_world_size(line))), *recipe]
 
     lines = _of_any_rank(built, loaded, "changes", changed)
     if lines and not accepts:
-        raise by_all(refusal(source, lines))
+        raise by_all(refusal(source.made_of or source.path, lines))
     metas = {group.record_name: group.sharded.record_meta() for group in built.groups}
 
     def misfits() -> list[str]:
@@ -274,7 +277,7 @@ def _expected(built: Built) -> dict[str, Any]:
         specs, aliases = parts.specs, dict(parts.aliases)
         groups = {name: group for held in built.comm.agree("groups", groups) for name, group in held.items()}
     return {
-        "topology": {"world_size": built.comm.world_size},
+        "topology": {"world_size": built.comm.world_size, "members": members(built.config)},
         # Of what the config says, changes are told as such once they are known: `_judge_changes`.
         "groups": groups,
         "model": specs,

@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardrun.checkpoint.manifest import read_manifest
+from shardrun.comm.communicator import Communicator
+from shardrun.config.load import from_mapping
+from shardrun.run.build import build
+from shardrun.run.model import named_tensors
+from shardrun.run.resharding import find_source
+from shardrun.run.state import resume, saved_order
+from tests.golden.runs import flip
 from tests.support.launching import ROOT
+from tests.support.ranks import run_ranks
 from tests.support.training import Trained, document, train, trained
 
 MOE = str(ROOT / "recipes" / "moe.py")
@@ -153,3 +162,76 @@ def test_groups_that_cannot_be_meant_are_refused_by_all(tmp_path: Path, groups: 
     done = train({**config, "groups": {**config["groups"], **groups}})
     assert set(done.codes) == {2}
     assert all(said in error for error in done.errors), done.errors
+
+
+# ---- other places ----------------------------------------------------------------------------------------------------
+
+
+def whole(done: Trained, step: int) -> dict[str, torch.Tensor]:
+    """All state by path and key, put together from the ranks' fragments."""
+    manifest, _ = read_manifest(done.checkpoint(step))
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for entry in manifest["files"]:
+        if entry["role"] == "record":
+            for name, tensor in load_file(done.checkpoint(step) / entry["path"]).items():
+                start = entry["fragments"][name.rpartition("/")[0]][0]
+                pieces.setdefault(name, []).append((start, tensor))
+    return {
+        name: held[0][1] if held[0][1].dim() == 0 else torch.cat([t for _, t in sorted(held, key=lambda one: one[0])])
+        for name, held in pieces.items()
+    }
+
+
+def _taken_up(comm: Communicator, job: dict[str, Any]) -> list[tuple[str, int, torch.Tensor]]:
+    """(name, first element, elements) of all that a rank holds after it has gone on from a checkpoint elsewhere."""
+    source = find_source(comm, job)
+    built = build(from_mapping(job["config"]), comm, saved_order(comm, source))
+    resume(built, job, source)
+    held = [(f"model {name}", 0, tensor) for name, tensor in named_tensors(built.model).items()]
+    for group in built.groups:
+        record = group.sharded.to_record()
+        for name, tensor in record.tensors.items():
+            held.append((name, record.meta["fragments"][name.rpartition("/")[0]][0], tensor))
+    return [(name, start, tensor.detach().clone()) for name, start, tensor in held]
+
+
+def _together(ranks: list[list[tuple[str, int, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """The whole tensors; replicas have to hold the same."""
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    for held in ranks:
+        for name, start, tensor in held:
+            same = pieces.setdefault(name, {}).setdefault(0 if tensor.dim() == 0 else start, tensor)
+            assert torch.equal(same, tensor), name
+    return {
+        name: held[0] if held[0].dim() != 1 or len(held) == 1 else torch.cat([t for _, t in sorted(held.items())])
+        for name, held in pieces.items()
+    }
+
+
+@pytest.mark.parametrize(("replicas", "experts"), [(2, 1), (1, 4), (1, 2)])
+def test_experts_move_to_other_ranks_with_all_their_state(tmp_path: Path, replicas: int, experts: int) -> None:
+    """To the bit; it has to be asked for; and training goes on from there."""
+    before = trained(moe(tmp_path / "before", 2, 2, steps=4), stop_at=2)
+    config = moe(tmp_path / "before", replicas, experts, steps=4)
+    refused = train(config)
+    assert set(refused.codes) <= {2, 3}
+    assert all("--reshard" in error for error in refused.errors), refused.errors
+    job = {"config": config, "run_dir": str(tmp_path / "before"), "options": {"reshard": True}}
+    held = _together(run_ranks(replicas * experts, _taken_up, job))
+    wanted = {**{f"model {name}": t for name, t in model(before, 2).items()}, **whole(before, 2)}
+    assert wanted.keys() == {name for name in held if name != "model head.weight"}
+    assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+    assert [row["step"] for row in trained(config, reshard=True).steps][-2:] == [3, 4]
+
+
+def test_what_does_not_fit_is_not_regrouped(tmp_path: Path) -> None:
+    done = trained(moe(tmp_path, 1, 2, steps=2), stop_at=1)
+    wider = moe(tmp_path, 2, 1, recipe_args={"width": 32})
+    refused = train(wider, reshard=True, accept_changes=True)
+    assert set(refused.codes) == {3}
+    assert "blocks.0.attn.out.weight: shape saved [16, 16], this run [32, 32]" in refused.errors[0]
+    file = next(done.checkpoint(1).glob("zero2/experts-1/rank-00000-*"))
+    flip(file, 8 * file.stat().st_size - 3)
+    damaged = train(moe(tmp_path, 2, 1), reshard=True)
+    assert set(damaged.codes) == {3}
+    assert "its content was changed" in damaged.errors[0]
