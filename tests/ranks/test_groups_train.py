@@ -23,6 +23,7 @@ from tests.support.training import Trained, document, train, trained
 
 MOE = str(ROOT / "recipes" / "moe.py")
 _ARGS: dict[str, Any] = {"context": 16, "layers": 2, "width": 16, "heads": 2, "experts": 4, "top_k": 2, "balance": 0.1}
+pytestmark = pytest.mark.sample(6)
 _ADAMW = {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 
 
