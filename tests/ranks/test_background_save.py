@@ -14,6 +14,7 @@ from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.store import newest, scan
 from shardrun.records import durable
 from tests.golden.runs import visible
+from tests.ranks.test_groups_train import moe
 from tests.support import training
 from tests.support.rank_process import Seat
 from tests.support.ranks import run_ranks
@@ -100,6 +101,16 @@ def test_what_was_saved_in_the_background_is_gone_on_from_to_the_same_bits(foreg
     resumed = trained(config(tmp_path, background=True))
     assert [row["step"] for row in resumed.rows] == [*range(1, STEPS + 1)]
     assert states(tmp_path) == states(foreground.run_dir)
+
+
+def test_groups_of_which_ranks_hold_parts_are_saved_in_the_background_too(tmp_path: Path) -> None:
+    saved = []
+    for background in (False, True):
+        checkpoint = {"every": 2, "keep": 100, "async": background}
+        done = trained(moe(tmp_path / str(background), 1, 2, steps=4, checkpoint=checkpoint))
+        saved.append(states(done.run_dir))
+    assert saved[0] == saved[1]
+    assert sum("model-" in name for name in saved[0]) == 3 * 2  # of steps 1, 2 and 4, a file from each rank
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
 from shardrun.data import seeding
 from shardrun.data.seeding import rng_states, seed_all
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, DivergenceError
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters, named_buffers
 from shardrun.run.progress import Progress
-from shardrun.run.state import Lineage, restore, snapshot_of
+from shardrun.run.replicas import parameter_digests
+from shardrun.run.state import Lineage, restore, snapshot_aside, snapshot_of
 from tests.support.training import RECIPES, document, save_now
 
 
@@ -75,6 +76,33 @@ def test_the_digest_is_of_parameters_alone_each_once(tmp_path: Path) -> None:
         assert digest() == before
         built.model.get_parameter("norm_b.bias").add_(1)
     assert digest() != before
+
+
+def test_what_changes_after_it_was_set_aside_is_not_saved_or_is_told(tmp_path: Path) -> None:
+    """Forward may change buffers before the rest is copied; a parameter that it changes ends the save."""
+    built = _built(tmp_path)
+    before = _everything(built)
+    lineage = Lineage("run", "attempt", None, None)
+    take = snapshot_aside(built, Progress(step=1), lineage, parameter_digests(built.model))
+    with torch.no_grad():
+        for buffer in built.model.buffers():
+            buffer.add_(1)
+    seed_all(99)
+    saved = take()
+    assert saved.param_sha256 is not None
+    saved.param_sha256(saved.model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in saved.model.items())
+    assert all(torch.equal(tensor, before[name.removeprefix("buffer/")]) for name, tensor in saved.rank_state.items())
+    live = {tensor.data_ptr() for tensor in [*built.model.parameters(), *built.model.buffers()]}
+    assert live.isdisjoint(tensor.data_ptr() for tensor in [*saved.model.values(), *saved.rank_state.values()])
+
+    take = snapshot_aside(built, Progress(step=1), lineage, parameter_digests(built.model))
+    with torch.no_grad():
+        built.model.get_parameter("norm_b.bias").add_(1)
+    torn = take()
+    assert torn.param_sha256 is not None
+    with pytest.raises(DivergenceError, match=r"norm_a.bias \(1 of .* has changed since it was compared"):
+        torn.param_sha256(torn.model)
 
 
 def test_a_restore_brings_everything_back(tmp_path: Path) -> None:
