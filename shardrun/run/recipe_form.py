@@ -48,8 +48,8 @@ def find_functions(module: ModuleType, source: str) -> dict[str, Any]:
         found[name] = function
     if hasattr(module, "global_name"):
         problems.append(
-            f"{source}: global_name is defined, but names of parts of a model over several ranks come later: every "
-            "rank has the whole model; remove global_name"
+            f"{source}: global_name is not asked; give every part the path that it has in the whole model, for example "
+            "experts numbered over all ranks in a ModuleDict, and remove global_name"
         )
     if problems:
         raise ConfigError(problems)
