@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,7 +105,7 @@ def test_a_rank_that_asks_for_something_else_is_refused_by_all(
     ended(f"14 another {what} on one rank", f"{strategy} {world_size}", "refused by all, then all go on", seconds)
 
 
-def _steps_another(comm: sr.Communicator, strategy: str) -> tuple[str, list[str], bool]:
+def _steps_another(comm: sr.Communicator, strategy: str) -> tuple[str, list[str], bool, float]:
     """Rank 1 steps another session, which differs in its values and stands on a subgroup of all; then all step both."""
     everybody = comm.subgroup(comm.ranks)
     assert everybody is not None
@@ -116,25 +117,28 @@ def _steps_another(comm: sr.Communicator, strategy: str) -> tuple[str, list[str]
     for twin in twins:
         twin.step()
     before = [first.look(), second.look()]
+    began = time.monotonic()
     with pytest.raises(sr.errors.CallMismatch) as caught:
         (second if comm.rank == _VICTIM else first).step()
+    seconds = time.monotonic() - began
     changed = [what for old, held in zip(before, (first, second), strict=True) for what in old.differences(held.look())]
     for subject in (first, second):
         subject.step()
     held, right = ([digest_of(one.look()) for one in pair] for pair in ((first, second), twins))
-    return str(caught.value), changed, held == right
+    return str(caught.value), changed, held == right, seconds
 
 
 @in_the_main_ones
 def test_another_session_of_the_same_shapes_is_refused_by_all(strategy: str, world_size: int, ended: Outcomes) -> None:
     ranks = run_ranks(world_size, _steps_another, strategy, debug="OFF")
-    for message, changed, right in ranks:
+    for message, changed, right, _ in ranks:
         assert message.startswith("the ranks are in different operations and nothing was sent: rank 0 ")
         assert "session 1, layout " in message
         assert "session 1.1, layout " in message
         assert changed == []
         assert right
-    ended("14 another session on one rank", f"{strategy} {world_size}", "refused by all, then all go on", 0.0)
+    seconds = max(seconds for *_, seconds in ranks)
+    ended("14 another session on one rank", f"{strategy} {world_size}", "refused by all, then all go on", seconds)
 
 
 @where_it_steps
