@@ -103,12 +103,15 @@ class Reading(Meter):
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._total = 0
+        self._total = self._done = 0
 
     def __enter__(self) -> Reading:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._take_down()
+
+    def _take_down(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -116,15 +119,18 @@ class Reading(Meter):
     def expect(self, nbytes: int) -> None:
         """So many more are to come; the bar appears with the first of them."""
         self._total += nbytes
-        if self._progress is None and self._total and sys.stderr is not None and sys.stderr.isatty():
+        if self._progress is None and self._total > self._done and sys.stderr is not None and sys.stderr.isatty():
             self._progress, self._task = _reading_bar()
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=self._total)
+            self._progress.update(self._task, total=self._total, completed=self._done)
 
     def read(self, nbytes: int) -> None:
-        """So many have come."""
+        """So many have come; the bar is gone while none are expected."""
+        self._done += nbytes
         if self._progress is not None and self._task is not None:
             self._progress.advance(self._task, nbytes)
+            if self._done >= self._total:
+                self._take_down()
 
 
 def _reading_bar() -> tuple[Progress, TaskID]:

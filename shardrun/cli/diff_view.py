@@ -11,7 +11,7 @@ from shardrun.cli.tensor_tree import Row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_MOST_DIFFERENCES = 60
+_MOST_DIFFERENCES = 40
 
 
 def diff_view(found: Mapping[str, Any]) -> Iterator[RenderableType]:

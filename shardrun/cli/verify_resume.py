@@ -219,7 +219,7 @@ def _show(proof: Proof, kept: Path | None, written: Path | None) -> None:
 def _show_failure(error: LegFailed, again: str, json: bool) -> None:
     report.error(f"{error}\nits folder is kept: {error.run_dir}")
     report.error("\n".join(report.failure_lines(error.outcome, error.run_dir, again, None)))
-    report.error("nothing is claimed: a run that cannot be started again cannot be proven")
+    report.error("nothing is claimed: the proof did not come to its end")
     if json:
         report.json_document({"verdict": "none", "error": str(error), "exit_code": error.exit_code})
 

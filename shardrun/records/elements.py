@@ -55,4 +55,4 @@ def value_text(dtype: str, raw: bytes | bytearray) -> str:
         return str(int.from_bytes(raw, "little", signed=dtype[0] == "I"))
     bits = f"0x{raw[::-1].hex()}"
     decoded = decode(dtype, raw)
-    return f"{dtype} {bits}" if decoded is None or dtype == "C64" else f"{decoded[0]} ({bits})"
+    return f"{dtype} {bits}" if decoded is None or dtype == "C64" else f"{decoded[0]!s} ({bits})"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.manifest import read_manifest
-from shardrun.checkpoint.store import Found, candidates, checkpoints_folder, scan, step_name, step_of
+from shardrun.checkpoint.store import Found, candidates, checkpoints_folder, is_checkpoint, scan, step_name, step_of
 from shardrun.config.load import differences, load
 from shardrun.config.schema import meaning
 from shardrun.errors import CheckpointError, ConfigError, UsageError
@@ -44,7 +44,10 @@ def choose(run_dir: Path, start: str | None = None, end: str | None = None) -> P
     `start` and `end` name others: a step, or the folder's name. CheckpointError where they are missing or damaged;
     UsageError where no replay can lie between them: another run, another config, another number of ranks.
     """
+    if is_checkpoint(run_dir):
+        raise UsageError(f"{run_dir} is one checkpoint; give the folder of its run, and --to {run_dir.name}")
     candidates(run_dir, required=True)
+    run_dir = checkpoints_folder(run_dir).parent
     found = scan(run_dir)
     last = _saved(_named(found, run_dir, end) if end is not None else found[0])
     first = _saved(_named(found, run_dir, start)) if start is not None else _before(found, last, run_dir)

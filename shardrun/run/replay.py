@@ -84,12 +84,13 @@ class Replay:
         rows = compared(saved, replayed.contents, self._meter)
         rows.insert(0, compared_metrics(pair.run_dir, replayed.run_dir, range(pair.start.step + 1, pair.end.step + 1)))
         first = next((row.first for row in rows if row.first), None)
-        hints, unsteady = [*pair.notes, *self._here_and_then(replayed)], None
+        hints, unsteady = [*pair.notes], None
         if first is not None:
             again = self.replay("replay-again", asks_again=True)
             hint, unsteady = self._kind_of_difference(replayed, again)
             hints.append(hint)
-        return self._proof(rows, first, hints, list(limits(replayed.manifest, unsteady=unsteady)), replayed, began)
+        not_claimed = [*self._changed_since(replayed), *limits(replayed.manifest, unsteady=unsteady)]
+        return self._proof(rows, first, hints, not_claimed, replayed, began)
 
     def replay(self, name: str, *, asks_again: bool = False) -> Replayed:
         """Go from the earlier checkpoint to the step of the later one in fresh processes, in a folder of its own."""
@@ -159,14 +160,14 @@ class Replay:
             {"mode": "run", "run_dir": str(pair.run_dir), "from": pair.start.path.name, "to": pair.end.path.name},
         )
 
-    def _here_and_then(self, replayed: Replayed) -> Iterator[str]:
-        """What is no longer as it was when the run was trained."""
+    def _changed_since(self, replayed: Replayed) -> Iterator[str]:
+        """What is no longer as it was when the run was trained; what was replayed is then not quite that run."""
         for one in (self._pair.start, self._pair.end):
             before, now = one.manifest, replayed.manifest
-            for line in recipe_changes(before, str(now["recipe"]["source"]), now["recipe"]["sha256"]):
-                yield f"{one.path.name}: {line}; the replay is of the recipe as it is now"
-            for line in differences(_flat_numerics(before), _flat_numerics(now)):
-                yield f"{one.path.name}: {line}; equal bits cannot be expected across such a change"
+            lines = recipe_changes(before, str(now["recipe"]["source"]), now["recipe"]["sha256"])
+            lines += differences(_flat_numerics(before), _flat_numerics(now))
+            for line in lines:
+                yield f"that the run as it was at {one.path.name} is what was replayed: {line}"
 
     def _require_recipe(self) -> None:
         recipe = self._settings.recipe

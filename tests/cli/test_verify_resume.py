@@ -90,6 +90,7 @@ def test_a_leg_that_fails_shows_its_cause_and_keeps_its_folder(tmp_path: Path) -
         lines = program.stderr.splitlines()
     assert lines[0] == "straight failed: rank 0 failed at step 3, phase forward"
     assert "  ValueError: bad label 7" in lines
+    assert lines[-1] == "nothing is claimed: the proof did not come to its end"
     (kept,) = left_behind(tmp_path)
     assert lines[1] == f"its folder is kept: {kept / 'straight'}"
     assert "bad label 7" in (kept / "straight" / "logs" / "rank-0.log").read_text()

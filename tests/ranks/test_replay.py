@@ -26,6 +26,8 @@ from shardrun.run.verify import Verification
 from tests.support.training import RECIPES, Trained, document, trained
 from tests.support.verifying import Silent, forked
 
+pytestmark = pytest.mark.sample(12)
+
 NET = str(RECIPES / "verify_net.py")
 ADAMW = {"name": "adamw", "lr": 0.01}
 
@@ -222,8 +224,8 @@ def test_an_edited_recipe_is_told_and_replayed_as_it_is_now(tmp_path: Path) -> N
     recipe.write_text(recipe.read_text() + "# edited\n")
     proof = replay(choose(done.run_dir), tmp_path / "scratch")
     assert proof.exit_code == 0
-    told = [line for line in proof.hints if "was edited" in line]
-    assert [line.partition(":")[0] for line in told] == ["step-0000000006", "step-0000000008"]
+    told = [line for line in proof.not_claimed if "was edited" in line]
+    assert [line.partition(" is what")[0].rpartition(" ")[2] for line in told] == ["step-0000000006", "step-0000000008"]
     recipe.unlink()
     with pytest.raises(UsageError, match="the recipe of the run is not there any more"):
         replay(choose(done.run_dir), tmp_path / "again")
@@ -275,6 +277,25 @@ def test_two_that_no_replay_lies_between_are_refused(
     change(run_dir)
     with pytest.raises(kind, match=told):
         choose(run_dir, *names)
+
+
+def test_a_checkpoint_is_no_run_and_the_folder_of_all_of_them_is_one(interrupted: Trained) -> None:
+    with pytest.raises(UsageError, match="is one checkpoint; give the folder of its run"):
+        choose(interrupted.checkpoint(8))
+    assert choose(interrupted.run_dir / "checkpoints").run_dir == interrupted.run_dir
+
+
+def test_another_torch_is_told(interrupted: Trained, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+    for step in (6, 8):
+        checkpoint = run_dir / "checkpoints" / f"step-{step:010d}"
+        manifest = {key: value for key, value in read_manifest(checkpoint)[0].items() if key != "digest"}
+        manifest["numerics"]["torch"] = "2.0.1"
+        (checkpoint / MANIFEST).write_bytes(seal(manifest))
+    proof = replay(choose(run_dir), tmp_path / "scratch")
+    assert proof.exit_code == 0  # it happens to give the same here
+    told = [line for line in proof.not_claimed if 'numerics.torch: saved "2.0.1", now ' in line]
+    assert len(told) == 2
 
 
 def test_what_went_on_from_elsewhere_is_refused(interrupted: Trained, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from shardrun.run.worlds import WorldsVerification
 from tests.support.training import RECIPES, document
 from tests.support.verifying import Silent, forked, verify_config
 
+pytestmark = pytest.mark.sample(7)
+
 NET = str(RECIPES / "verify_net.py")
 GPT = str(RECIPES.parents[2] / "recipes" / "gpt.py")
 

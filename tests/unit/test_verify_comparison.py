@@ -221,6 +221,7 @@ def test_a_row_too_few_or_too_many_is_a_difference(kept: int, step: int) -> None
         ("BF16", b"\x80\x3f", "1.0 (0x3f80)"),
         ("F16", b"\x00\x3c", "1.0 (0x3c00)"),
         ("F64", struct.pack("<d", 0.1), "0.1 (0x3fb999999999999a)"),
+        ("F32", struct.pack("<f", 0.1), "0.1 (0x3dcccccd)"),
         ("F32", struct.pack("<f", math.inf), "inf (0x7f800000)"),
         ("BOOL", b"\x01", "True"),
         ("U8", b"\xff", "255"),
