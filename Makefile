@@ -38,6 +38,8 @@ demo: setup
 	$(PY) -m shardrun inspect-ckpt $(DEMO)/checkpoints/step-0000000300 --verify
 	@echo "4. stop and resume against never having stopped, bit for bit"
 	$(PY) -m shardrun verify-resume $(QUICK)
+	@echo "5. the run itself, replayed from one of its checkpoints to the next"
+	$(PY) -m shardrun verify-resume $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.svg    metrics: $(DEMO)/metrics.jsonl"
 
 test: setup
