@@ -74,7 +74,8 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        shares = self.router(tokens).float().softmax(dim=-1)  # (tokens, experts)
+        exact = torch.promote_types(tokens.dtype, torch.float32)
+        shares = self.router(tokens).softmax(dim=-1, dtype=exact)  # (tokens, experts)
         weights, chosen = shares.topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)
         counts = chosen.flatten().bincount(minlength=shares.shape[1])
