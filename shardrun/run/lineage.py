@@ -9,8 +9,8 @@ from typing import Any
 
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import Found, candidates, checkpoints_folder, is_checkpoint, scan, step_name, step_of
-from shardrun.config.load import differences, load
-from shardrun.config.schema import meaning
+from shardrun.config.load import differences, from_mapping, load
+from shardrun.config.schema import Config, meaning
 from shardrun.errors import CheckpointError, ConfigError, UsageError
 
 _RESOLVED = "config.resolved.yaml"
@@ -28,13 +28,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Pair:
-    """Replay from `start` to `end`. `claim` is what follows from equal bits, `not_claimed` what does not."""
+    """Replay `settings` from `start` to `end`. `claim` is what follows from equal bits, `not_claimed` what does not."""
 
     run_dir: Path
     start: Saved
     end: Saved
     claim: str
     not_claimed: tuple[str, ...]
+    settings: Config
     notes: tuple[str, ...]
 
 
@@ -52,7 +53,7 @@ def choose(run_dir: Path, start: str | None = None, end: str | None = None) -> P
     last = _saved(_named(found, run_dir, end) if end is not None else found[0])
     first = _saved(_named(found, run_dir, start)) if start is not None else _before(found, last, run_dir)
     _require_one_history(first, last)
-    return Pair(run_dir, first, last, *_claims(run_dir, first, last), tuple(_notes(run_dir, last)))
+    return Pair(run_dir, first, last, *_claims(run_dir, first, last), *_settings(run_dir, last))
 
 
 def _named(found: list[Found], run_dir: Path, name: str) -> Found:
@@ -152,10 +153,20 @@ def _resumed_at(run_dir: Path, first: Saved, last: Saved) -> tuple[int | None, b
     raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run went on from {name}")
 
 
-def _notes(run_dir: Path, last: Saved) -> list[str]:
-    """Where config.resolved.yaml, which belongs to the last start, says something else than the checkpoint."""
+def _settings(run_dir: Path, last: Saved) -> tuple[Config, tuple[str, ...]]:
+    """The config that `last` was trained with, and where config.resolved.yaml, which belongs to the last start of the
+    run, says something else.
+
+    Where that file means the same it is taken, because the order in which it lists the axes of the ranks counts, and a
+    manifest has its keys sorted.
+    """
+    saved = from_mapping(last.manifest["config"])
     try:
-        changed = differences(last.manifest["meaning"], meaning(load(run_dir / _RESOLVED)))
+        resolved = load(run_dir / _RESOLVED)
     except ConfigError as error:
-        return [f"{_RESOLVED} cannot be read, the config in the checkpoint is replayed: {error.problems[0]}"]
-    return [f"{_RESOLVED} differs from the config in the checkpoint, which is replayed: {line}" for line in changed]
+        return saved, (f"{_RESOLVED} cannot be read, the config in the checkpoint is replayed: {error.problems[0]}",)
+    changed = differences(last.manifest["meaning"], meaning(resolved))
+    if not changed:
+        return resolved.model_copy(update={"train": saved.train, "eval": saved.eval}), ()
+    told = f"{_RESOLVED} differs from the config in the checkpoint, which is replayed"
+    return saved, tuple(f"{told}: {line}" for line in changed)

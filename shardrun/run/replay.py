@@ -20,7 +20,7 @@ from shardrun.checkpoint.contents import Contents, Meter, checkpoint_contents
 from shardrun.checkpoint.difference import compare
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.store import newest
-from shardrun.config.load import differences, from_mapping
+from shardrun.config.load import differences
 from shardrun.config.schema import Checkpoint
 from shardrun.errors import CheckpointError, StoppedAfterSave, UsageError
 from shardrun.run.changes import recipe_changes
@@ -72,7 +72,7 @@ class Replay:
         self._legs = Legs(screen, start)
         self._say = say
         self._meter = meter or Meter()
-        self._settings = from_mapping(pair.end.manifest["config"])
+        self._settings = pair.settings
         self._require_recipe()
 
     def run(self) -> Proof:

@@ -66,12 +66,15 @@ class Found:
 class WorldsVerification(Verification):
     """A verification whose legs have `worlds` ranks, one after another; the last of them goes on to the end.
 
-    Other arguments as in Verification. UsageError unless there are two or three worlds.
+    Other arguments as in Verification. UsageError unless there are two or three worlds, of ranks without axes.
     """
 
     def __init__(self, settings: Config, worlds: Sequence[int], *args: Any, **options: Any) -> None:
         if not 2 <= len(worlds) <= _MOST_WORLDS or min(worlds) < 1:
             raise UsageError(f"--world {','.join(map(str, worlds))}: two or three numbers of ranks, such as 2,1")
+        if settings.topology.axes:
+            axes = ", ".join(settings.topology.axes)
+            raise UsageError(f"--world counts ranks; this config lays them out by topology.axes ({axes})")
         super().__init__(at_world(settings, worlds[0]), *args, **options)
         self.worlds = [*worlds, worlds[-1]][:_MOST_WORLDS]
         self.found = Found()

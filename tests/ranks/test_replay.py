@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
 from shardrun.cli import verify_resume as command
 from shardrun.config.load import from_mapping, resolved_yaml
@@ -23,6 +25,7 @@ from shardrun.run.lineage import Pair, choose
 from shardrun.run.proof import Proof, limits
 from shardrun.run.replay import Replay
 from shardrun.run.verify import Verification
+from tests.ranks.test_groups_train import moe
 from tests.support.training import RECIPES, Trained, document, trained
 from tests.support.verifying import Silent, forked
 
@@ -328,3 +331,25 @@ def test_a_config_whose_data_cannot_be_resumed_is_told_what_cannot_be_claimed(tm
     told = list(limits(None, unsteady=verdict.unsteady))
     assert told[0].startswith("that the data of a resumed run are those of one that never stopped: step ")
     assert "asked again for the same samples, the data set gives something else" in told[0]
+
+
+def test_a_run_of_several_groups_is_proven_too(tmp_path: Path) -> None:
+    """Dense weights on four ranks, experts on two of them each: the parts of the model are in several files."""
+    asked = moe(tmp_path / "run", 2, 2, checkpoint={"every": 2, "keep": 9})
+    trained(asked, stop_at=3)
+    (tmp_path / "run" / "config.resolved.yaml").write_text(resolved_yaml(from_mapping(asked)))
+    proof = replay(choose(trained(asked).run_dir, "2", "6"), tmp_path / "scratch")
+    assert proof.first is None
+    assert "stopped and resumed at step 3" in proof.claim
+    found = inspect(tmp_path / "run" / "checkpoints" / "step-0000000006", verify=True)
+    assert found["good"]
+    assert found["left"]["tensors"] == {
+        "whole": found["left"]["tensors"]["whole"],
+        "unverified": 0,
+        "partly": 0,
+        "lost": 0,
+    }
+    counts = {row.what: row.values for row in proof.rows}
+    stored = [row for row in found["model"] if row["alias_of"] is None]
+    assert counts["parameters"] == sum(prod(row["shape"]) for row in stored)
+    assert counts["optimizer exp_avg"] == counts["parameters"]

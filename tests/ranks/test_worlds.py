@@ -14,6 +14,7 @@ from shardrun.config.load import from_mapping
 from shardrun.errors import UsageError
 from shardrun.run.proof import Compared
 from shardrun.run.worlds import WorldsVerification
+from tests.ranks.test_groups_train import moe
 from tests.support.training import RECIPES, document
 from tests.support.verifying import Silent, forked, verify_config
 
@@ -131,3 +132,9 @@ def test_the_command_tells_what_is_exact_and_what_is_near(
 def test_worlds_that_cannot_be_are_refused(tmp_path: Path, worlds: list[int]) -> None:
     with pytest.raises(UsageError, match="two or three numbers of ranks"):
         verified(tmp_path, worlds)
+
+
+def test_ranks_that_are_laid_out_by_axes_are_refused(tmp_path: Path) -> None:
+    settings = from_mapping(moe(tmp_path / "run", 1, 2))
+    with pytest.raises(UsageError, match=r"by topology.axes \(replicas, experts\)"):
+        WorldsVerification(settings, [2, 1], tmp_path, Silent())
