@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardrun.checkpoint.assemble import Whole, chunks
-from shardrun.checkpoint.contents import Contents, Held, Meter, checkpoint_contents
+from shardrun.checkpoint.contents import Contents, Held, Meter, checkpoint_contents, loose_contents
 from shardrun.checkpoint.inspect import plain_files
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.statistics import CHUNK
@@ -23,6 +23,7 @@ from shardrun.records.elements import decode, first_difference, value_text
 from shardrun.records.header_parser import DTYPE_BYTES, DTYPE_NAMES
 
 _COMPARED = ("step", "counters", "topology", "schedule", "data", "recipe", "numerics", "meaning", "aliases")
+_NOT_OF_THE_MODEL = ("zero1/", "zero2/", "state/")
 _ABSENT = "absent"
 
 
@@ -70,7 +71,13 @@ def _open(path: Path, verify: bool, meter: Meter) -> Contents:
         if (plain := plain_files(path)) is not None:
             return plain
         path = next((one.path for one in candidates(path, required=True) if one.sequence is not None), path)
-    return checkpoint_contents(path, read_manifest(path)[0], verify=verify, meter=meter)
+    try:
+        manifest = read_manifest(path)[0]
+    except CheckpointError as error:
+        found = loose_contents(path)
+        found.problems.insert(0, str(error))
+        return found
+    return checkpoint_contents(path, manifest, verify=verify, meter=meter)
 
 
 # ---- which tensors belong together -----------------------------------------------------------------------------------
@@ -105,8 +112,10 @@ def _named(contents: Contents) -> dict[tuple[str, str], Named]:
     for (kind, name), held in contents.all():
         if held.alias_of is not None:
             continue
-        ambiguous = kind == "file" and counts[held.whole.name] > 1
-        label = name if ambiguous else "model" if kind == "file" else f"{kind} {name}".strip()
+        label = f"{kind} {name}".strip()
+        if kind == "file":
+            is_model = counts[held.whole.name] == 1 and not name.startswith(_NOT_OF_THE_MODEL)
+            label = "model" if is_model else name
         found[label, held.whole.name] = Named(contents.root, held, held.whole)
     return found
 

@@ -79,6 +79,8 @@ class Replay:
         """Replay, compare, and after a difference look for its kind. Raises LegFailed, CheckpointError, Interrupted."""
         began, pair = time.monotonic(), self._pair
         saved = [_sound(one.path, one.manifest, self._meter) for one in (pair.start, pair.end)][1]
+        ranks = self._settings.topology.world_size
+        self._say(f"replaying windows {pair.start.step + 1} to {pair.end.step} on {ranks} rank{'s' * (ranks > 1)}")
         replayed = self.replay("replay")
         self._say(f"replayed windows {pair.start.step + 1} to {pair.end.step} ({time.monotonic() - began:.1f} s)")
         rows = compared(saved, replayed.contents, self._meter)

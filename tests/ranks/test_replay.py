@@ -114,7 +114,8 @@ def test_the_command_tells_it_to_people_and_to_machines(
     page = tmp_path / "page.txt"
     assert command.run(interrupted.run_dir, [], command.Ask(first="4", last="6", report=page)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("replayed windows 5 to 6 (")
+    assert lines[0] == "replaying windows 5 to 6 on 2 ranks"
+    assert lines[1].startswith("replayed windows 5 to 6 (")
     assert f"run {interrupted.run_dir}, replayed from step 4 to step 6" in lines
     assert lines[-2] == f"report: {page}"
     assert lines[-1].startswith(

@@ -155,6 +155,15 @@ def test_damage_is_told_and_the_rest_compared(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["schema_version"] == 1
 
 
+def test_without_a_manifest_the_model_can_still_be_compared(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN, tmp_path / "step-0000000003"))
+    (path / "manifest.json").write_text("{}")
+    found = diff(path, GOLDEN)
+    assert (found["same"], found["good"]) == (True, False)
+    assert found["compared"] == {"model": 7}
+    assert str(path / "manifest.json") in found["problems"][0]
+
+
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     paths = [put(tmp_path, step) for step in (2, 3)]
     assert diff(tmp_path, paths[1])["same"]
