@@ -137,6 +137,28 @@ def test_each_expert_is_saved_once_and_its_state_is_cut_over_those_who_hold_it(t
     assert len(experts) == len({*experts}) == 2 * 4 * 3
 
 
+def test_strategies_and_schedules_may_differ_from_group_to_group(tmp_path: Path) -> None:
+    """Muon for the dense matrices, whole with owners; AdamW for the experts, cut; and a resume of both."""
+    muon = {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 3e-3, "match": ["embed.*"]}}
+    groups = {
+        "dense": {"select": {"exclude": ["*.experts.*"]}, "optimizer": muon},
+        "experts": {
+            "select": {"include": ["*.experts.*"]},
+            "replicas": "experts",
+            "optimizer": _ADAMW,
+            "schedule": {"name": "linear", "warmup_steps": 2},
+        },
+    }
+    straight = trained(moe(tmp_path / "straight", 2, 2, 4, groups=groups))
+    trained(moe(tmp_path / "resumed", 2, 2, 4, groups=groups), stop_at=2)
+    resumed = trained(moe(tmp_path / "resumed", 2, 2, 4, groups=groups))
+    assert resumed.steps == straight.steps
+    held, twin = state(resumed, 4), state(straight, 4)
+    assert {name.split("/")[0] for name in held} == {"zero1", "zero2"}
+    assert held.keys() == twin.keys()
+    assert all(torch.equal(tensor, twin[name]) for name, tensor in held.items())
+
+
 def test_an_expert_without_a_token_stands_still(tmp_path: Path) -> None:
     """Eight experts for few tokens: those that get none in a window are neither updated nor decayed nor counted."""
     few = {"experts": 8, "top_k": 1, "context": 1, "layers": 1, "balance": 0.0}
