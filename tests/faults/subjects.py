@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,8 @@ class _Zero2(_Sharded):
 class _Joint(Subject):
     """take_step: AdamW under ZeRO-2 on all ranks, and Muon under ZeRO-1 on subgroups of one or two ranks."""
 
+    experts_of: ClassVar[Any] = staticmethod(make_zero1)
+
     def __init__(self, comm: sr.Communicator, seed: int) -> None:
         super().__init__(comm, seed)
         pairs = [range(first, min(first + 2, comm.world_size)) for first in range(0, comm.world_size, 2)]
@@ -154,7 +156,7 @@ class _Joint(Subject):
         common: dict[str, Any] = {"lr": _LR, "bucket_bytes": _BUCKET_BYTES}
         self._sessions: list[sr.SelectedZero1 | sr.SelectedZero2] = [
             make_zero2(comm, self.model, exclude=experts, name="dense", **common),
-            make_zero1(group, self.model, include=experts, name="experts", **common),
+            self.experts_of(group, self.model, include=experts, name="experts", **common),
         ]
 
     def _step(self, asked: Mapping[str, Any]) -> None:
@@ -166,6 +168,12 @@ class _Joint(Subject):
             for session in self._sessions
             for name, tensor in _recorded(session).items()
         }
+
+
+class _JointZero2(_Joint):
+    """The same with AdamW under ZeRO-2 on the subgroups."""
+
+    experts_of: ClassVar[Any] = staticmethod(make_zero2)
 
 
 class _Unsafe(Subject):
@@ -202,6 +210,7 @@ SAFE: dict[str, type[Subject]] = {
     "zero1": _Zero1,
     "zero2": _Zero2,
     "joint": _Joint,
+    "joint zero2": _JointZero2,
 }
 UNSAFE: dict[str, type[Subject]] = {"in-place gather": _UnsafeGather, "owner broadcast": _UnsafeBroadcast}
 
