@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from shardrun.checkpoint.contents import Meter
+from shardrun.run.failure import named
 from shardrun.run.outcome import Outcome, RankEnd
 from shardrun.run.outlet import Outlet
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SCHEMA_VERSION = 1
-_LONGEST_MESSAGE = 20
+_LONGEST_MESSAGE = 20  # lines
+_LONGEST_LINE = 1000  # characters
 _ENDLESS = 100_000  # columns
 # Bytes that may wait for a reader that pauses: of what is told once, of steps and of what the ranks print (the logs
 # have both), and of frames of a bar, which are stale a moment later.
@@ -188,7 +190,7 @@ def outcome(result: Outcome, run_dir: Path, again: str, last: Path | None, *, js
 
 def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None) -> list[str]:
     """One screen: what failed where, the true cause once, the other ranks in a line each, where to look, what to do."""
-    lines = [result.reason]
+    lines = [_harmless(result.reason)]
     culprit = result.culprit
     if culprit is not None:
         lines += _cause_lines(culprit)
@@ -197,7 +199,7 @@ def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None)
             if end is not culprit:
                 others.setdefault(_other(end, culprit), []).append(end.rank)
         for text, ranks in others.items():
-            lines.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
+            lines.append(_harmless(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"))
         lines.append(f"log:             {run_dir / 'logs' / f'rank-{culprit.rank}.log'}")
     lines.append(f"last checkpoint: {last if last is not None else 'none yet'}")
     way_on = "go on with:" if last is not None else "start again:"
@@ -208,15 +210,18 @@ def failure_lines(result: Outcome, run_dir: Path, again: str, last: Path | None)
 
 def _cause_lines(culprit: RankEnd) -> list[str]:
     cause = culprit.failure
-    if cause is None or cause.code is not None:
+    if cause is None:
         return []
-    message = (cause.message if cause.expected else f"{cause.type}: {cause.message}").splitlines() or [cause.type]
+    if cause.code is not None:  # the reason has it
+        message = [f"SystemExit in phase {cause.phase}"]
+    else:
+        message = (cause.message if cause.expected else named(cause)).splitlines() or [cause.type]
     if len(message) > _LONGEST_MESSAGE:
         message = [*message[:_LONGEST_MESSAGE], f"... {len(message) - _LONGEST_MESSAGE} more lines in the log"]
     frames = [] if cause.expected else [f"  at {frame}" for frame in reversed(cause.frames)]
     if cause.file is not None and frames and not frames[0].startswith(f"  at {cause.file}:{cause.line} "):
         frames.insert(0, f"  at {cause.file}:{cause.line}")  # a syntax error lies where no frame is
-    return [f"  {text}" for text in message] + [f"  {frame}" for frame in frames]
+    return [_harmless(f"  {text}") for text in message] + [f"  {frame}" for frame in frames]
 
 
 def _other(end: RankEnd, culprit: RankEnd) -> str:
@@ -230,7 +235,14 @@ def _other(end: RankEnd, culprit: RankEnd) -> str:
         return "the same error"
     if end.follows:
         return f"freed by it ({end.failure.phase} of step {end.failure.step})"
-    return f"{end.failure.type}: {(end.failure.message.splitlines() or [''])[0]}"
+    return named(end.failure).splitlines()[0]
+
+
+def _harmless(text: str) -> str:
+    """One line as a terminal may have it: control characters are spelled out, and its end is cut if it is endless."""
+    shown = "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in text)
+    rest = len(shown) - _LONGEST_LINE
+    return shown if rest <= 0 else f"{shown[:_LONGEST_LINE]}... {rest:,} more characters in the log"
 
 
 def _impersonal(end: RankEnd) -> str:

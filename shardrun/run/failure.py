@@ -129,6 +129,11 @@ def read(path: Path) -> Failure | None:
         return None
 
 
+def named(failure: Failure) -> str:
+    """Type and message, as python shows an error; the type alone where there is no message."""
+    return f"{failure.type}: {failure.message}" if failure.message else failure.type
+
+
 def _left_with(error: BaseException) -> int | None:
     """The code of sys.exit(...); python gives 1 for a text."""
     if not isinstance(error, SystemExit):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardrun.run.failure import named
 from shardrun.run.outcome import Outcome
 
 # Of shardrun's own errors those that a lost connection or peer brings; the others are refusals, and will come again.
@@ -31,7 +32,7 @@ def announcement(outcome: Outcome, number: int, most: int, last: Path | None) ->
     cause = None if outcome.culprit is None else outcome.culprit.failure
     told = ""
     if cause is not None and cause.code is None:
-        message = (cause.message.splitlines() or [""])[0]
-        told = f": {message}" if cause.expected else f": {cause.type}: {message}"
+        message = cause.message if cause.expected else named(cause)
+        told = f": {(message.splitlines() or [cause.type])[0]}"
     going_on = f"going on from {last}" if last is not None else "no checkpoint yet, from the beginning"
     return f"restart {number} of {most}: {outcome.reason}{told}; {going_on}"

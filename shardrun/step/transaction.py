@@ -51,7 +51,7 @@ def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept:
     }.get(comm.phase, unchanged)
     cause = str(error) if isinstance(error, CommunicatorError) else f"{type(error).__name__}: {error}"
     return StepFailed(
-        f"{what} failed in phase {comm.phase}: {cause}. {state[0].upper()}{state[1:]}",
+        f"{what} failed in phase {comm.phase}: {cause.rstrip('.')}. {state[0].upper()}{state[1:]}",
         step=step,
         phase=comm.phase,
         gradients_kept=kept,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_json_screen_shows_json_alone(capsys: pytest.CaptureFixture[str]) -> N
 # ---- the end -------------------------------------------------------------------------------------------------------
 
 
-def failed(error: Exception | None, code: int = 1) -> Outcome:
+def failed(error: BaseException | None, code: int = 1) -> Outcome:
     place = Status(2, "forward", 5)
     ends = [
         RankEnd(0, -9, place, None, ended_by_us=True, time=2.0),
@@ -169,6 +170,46 @@ def test_a_long_message_is_cut_on_the_screen() -> None:
     lines = report.failure_lines(failed(CheckpointError(text)), Path("runs/x"), "again", None)
     assert "  ... 80 more lines in the log" in lines
     assert len(lines) < 30
+
+
+def test_a_message_cannot_steer_the_terminal() -> None:
+    lines = report.failure_lines(
+        failed(ValueError("\x1b[2J\x1b[31mred\x00\tü \ud800\x9b")), Path("runs/x"), "again", None
+    )
+    assert lines[1] == "  ValueError: \\x1b[2J\\x1b[31mred\\x00\tü \\ud800\\x9b"
+    left = report.failure_lines(failed(SystemExit("a\n\x1b[2J")), Path("runs/x"), "again", None)
+    assert left[0] == "rank 1 left at step 2 of 10 with code 1: a\\n\\x1b[2J"
+
+
+def test_an_endless_line_is_cut_on_the_screen() -> None:
+    lines = report.failure_lines(failed(ValueError("x" * 5000)), Path("runs/x"), "again", None)
+    assert lines[1].endswith("xxx... 4,014 more characters in the log")
+    assert len(lines[1]) < 1100
+
+
+def test_the_command_to_go_on_is_never_cut() -> None:
+    again = "shardrun train c.yaml " + "recipe_args.hidden=64 " * 100
+    assert f"start again:     {again}" in report.failure_lines(failed(ValueError("bad")), Path("runs/x"), again, None)
+
+
+def test_an_error_without_a_message_is_its_type() -> None:
+    lines = report.failure_lines(failed(KeyboardInterrupt()), Path("runs/x"), "again", None)
+    assert lines[1] == "  KeyboardInterrupt"
+
+
+def test_sys_exit_is_told_with_its_place() -> None:
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        result = failed(error)
+    assert result.culprit is not None
+    assert result.culprit.failure is not None
+    place = f"{__file__}:{result.culprit.failure.line} in test_sys_exit_is_told_with_its_place"
+    assert report.failure_lines(result, Path("runs/x"), "again", None)[:3] == [
+        "rank 1 left at step 2 of 10 with code 3",
+        "  SystemExit in phase forward",
+        f"    at {place}",
+    ]
 
 
 def test_a_screen_on_a_terminal_is_a_bar_that_fits_the_line() -> None:
