@@ -30,7 +30,19 @@ from shardrun.records.header_parser import DTYPE_NAMES
 HASHED_UNASKED = 1 << 30
 """Tensors are hashed without being asked for up to this many bytes in all: about a second."""
 
-_SECTIONS = ("run", "attempt", "parent", "counters", "topology", "schedule", "data", "numerics", "param_sha256")
+SECTIONS = (
+    "run",
+    "attempt",
+    "parent",
+    "resharded",
+    "counters",
+    "topology",
+    "schedule",
+    "data",
+    "numerics",
+    "param_sha256",
+)
+"""What is shown of a manifest as it stands."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +165,7 @@ def _checkpoint(path: Path, ask: Ask) -> dict[str, Any]:
         "verified": ask.verify,
         "good": not problems,
         "problems": problems,
-        **{key: manifest[key] for key in _SECTIONS if key in manifest},
+        **{key: manifest[key] for key in SECTIONS if key in manifest},
         "bytes": sum(entry["bytes"] for entry in manifest["files"]),
         "files": _file_rows(contents),
         "model": rows["model", ""],

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrun import report
+from shardrun.checkpoint.difference import index_of
+from shardrun.checkpoint.inspect import SECTIONS
 from shardrun.cli.tensor_tree import Column, Row, grown, tree_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_SECTIONS = ("run", "attempt", "parent", "counters", "topology", "schedule", "data", "numerics", "param_sha256")
 _MOST_HOLDERS = 4
+_MOST_NAMED = 20
 _LEFT = {
     "whole": "whole",
     "unverified": "unverified (all bytes are there, in a file that is damaged)",
@@ -54,7 +56,7 @@ def run_view(found: Mapping[str, Any]) -> Iterator[RenderableType]:
 def checkpoint_view(found: Mapping[str, Any], *, width: int, unicode: bool) -> Iterator[RenderableType]:
     """A checkpoint with a manifest: what it is, its files, and trees of the model, the groups and the ranks' state."""
     yield f"checkpoint {found['path']}: step {found['step']}, {age(found['age_s'])} old, {size(found['bytes'])}"
-    yield "\n".join(f"  {key:<13} {flat(found[key])}" for key in _SECTIONS if found.get(key) is not None)
+    yield "\n".join(f"  {key:<13} {flat(found[key])}" for key in SECTIONS if found.get(key) is not None)
     roles = _roles(found["groups"])
     yield tree_table(
         "model", grown(found["model"], _dotted), _columns(found["model"], roles=roles), width=width, unicode=unicode
@@ -71,6 +73,9 @@ def checkpoint_view(found: Mapping[str, Any], *, width: int, unicode: bool) -> I
     ranks = [{**row, "name": f"rank {one['rank']}/{row['name']}"} for one in found["ranks"] for row in one["tensors"]]
     if ranks:
         yield tree_table("state of the ranks", grown(ranks, _slashed), _columns(ranks), width=width, unicode=unicode)
+    yield from _not_finite(
+        [*found["model"], *(row for one in found["groups"].values() for row in one["state"]), *ranks]
+    )
     yield from _files_and_rest(found)
 
 
@@ -84,7 +89,22 @@ def loose_view(found: Mapping[str, Any], *, width: int, unicode: bool) -> Iterat
             yield tree_table(file["path"], grown(rows, _dotted), _columns(rows), width=width, unicode=unicode)
         if file.get("metadata"):
             yield f"  metadata: {flat(file['metadata'])}"
+    yield from _not_finite(found["tensors"])
     yield from _files_and_rest(found)
+
+
+def _not_finite(rows: Iterable[Row]) -> Iterator[RenderableType]:
+    """Where NaNs and infinities are."""
+    bad = [row for row in rows if row.get("stats") and row["stats"]["nonfinite"]]
+    lines = [
+        f"{row['name']}: {row['stats']['nonfinite']:,} of {row['stats']['elements']:,} elements are not finite, "
+        f"the first at {list(index_of(row['stats']['first_nonfinite'], tuple(row['shape'])))}"
+        for row in bad[:_MOST_NAMED]
+    ]
+    if len(bad) > _MOST_NAMED:
+        lines.append(f"... and {len(bad) - _MOST_NAMED:,} more tensors")
+    if lines:
+        yield "\n".join(lines)
 
 
 def _files_and_rest(found: Mapping[str, Any]) -> Iterator[RenderableType]:

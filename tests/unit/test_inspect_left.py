@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,16 @@ def test_a_single_file_and_a_link_to_it_are_shown(tmp_path: Path, capsys: pytest
     assert inspect_ckpt.run(link, stats=True) == 0
     (shown,) = [line for line in capsys.readouterr().out.splitlines() if "half.weight" in line]
     assert shown.split()[1:6] == ["half.weight", "bfloat16", "(300,", "3)", "1,800"]
+
+
+def test_the_screen_says_where_numbers_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = struct.pack("<6f", 1, 2, math.inf, 4, math.nan, 0)
+    write_safetensors(tmp_path / "w", {"w": TensorBytes("F32", (2, 3), lambda: raw)}, {}, fsync=False)
+    assert inspect_ckpt.run(tmp_path / "w", stats=True) == 0
+    shown = capsys.readouterr().out
+    assert "w: 2 of 6 elements are not finite, the first at [0, 2]" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("└─ w")]
+    assert line.split()[-6:] == ["4.583", "0", "4", "16.7", "%", "2"]
 
 
 def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
