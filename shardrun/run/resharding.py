@@ -83,7 +83,6 @@ def _at_world_size(
                 raise
             notes.append(str(error))
             continue
-        notes.append(f"{found.path.name} was resharded from {before} to {world_size} ranks; {CLAIM}")
         return {"path": str(target), "made_of": str(found.path), "notes": [*notes, *done.notes]}
     return {"path": str(asked), "made_of": None, "notes": notes}
 

@@ -18,7 +18,7 @@ from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.regroup import load_regrouped
-from shardrun.checkpoint.reshard import RESHARDED
+from shardrun.checkpoint.reshard import CLAIM, RESHARDED
 from shardrun.checkpoint.snapshot import model_specs
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
@@ -206,6 +206,9 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
     _judge_changes(built, loaded, source, accepts)
     progress = restore(built, loaded, other_device=accepts)
     built.notes.extend([*source.notes, *loaded.notes])
+    if RESHARDED in loaded.manifest and not source.regroup:
+        ranks = f"{loaded.manifest[RESHARDED]['world_size']} to {built.comm.world_size} ranks"
+        built.notes.append(f"{(source.made_of or loaded.path).name} was resharded from {ranks}; {CLAIM}")
     run = str(loaded.manifest["run"])
     return progress, Lineage(run, _attempt(built), source.made_of or loaded.path, options.get("fence"))
 

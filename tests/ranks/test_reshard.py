@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from shardrun.checkpoint.commit import save
 from shardrun.checkpoint.inspect import inspect
@@ -31,6 +33,7 @@ from shardrun.errors import CheckpointError, UsageError
 from shardrun.records import durable
 from shardrun.records.header import read_header, write_safetensors
 from shardrun.records.reshard import copies, cut_again
+from shardrun.records.tensors import tensor_bytes
 from shardrun.shard.layout import Entry, plan_layout
 from shardrun.shard.owners import balanced_owners, plan_owned_layout, replan_owned
 from tests.golden import state
@@ -139,8 +142,6 @@ def test_own_state_is_buffers_alone_and_a_difference_between_ranks_is_told(of_tw
     assert done.notes == (
         "1 buffers, mine among them, are not the same on all 2 ranks: rank r gets those of rank r modulo 2",
     )
-    from safetensors.torch import load_file
-
     own = [load_file(path) for path in sorted((done.path / "state").iterdir())]
     assert [held["buffer/mine"].tolist() for held in own] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     assert all(sorted(held) == ["buffer/mine", "buffer/norm.running_mean"] for held in own)
@@ -287,6 +288,66 @@ def resealed(source: Path, **sections: Any) -> None:
     (source / MANIFEST).write_bytes(seal({**body, **sections}))
 
 
+RANK_1 = "zero2/default/rank-00001-of-00002.safetensors"
+
+
+def lacking(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["half.weight/exp_avg"]
+
+
+def of_another_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["half.weight/exp_avg"] = tensors["half.weight/exp_avg"].double()
+
+
+def too_short(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["half.weight/exp_avg"] = tensors["half.weight/exp_avg"][1:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lacking, r"state half.weight/exp_avg: held by ranks \[0\], expected \[0, 1\]"),
+        (of_another_dtype, "state half.weight/exp_avg: rank 1 has dtype F64, another one F32"),
+        (too_short, f"{RANK_1}: half.weight/exp_avg: shape .* the fragment .* has"),
+    ],
+)
+def test_records_that_are_sealed_and_do_not_belong_together_are_refused(
+    of_two: Path, tmp_path: Path, spoil: Any, words: str
+) -> None:
+    source = shutil.copytree(of_two, tmp_path / "source")
+    tensors, metadata = load_file(source / RANK_1), read_header(source / RANK_1).metadata
+    spoil(tensors)
+    (source / RANK_1).unlink()
+    made = write_safetensors(source / RANK_1, {n: tensor_bytes(n, tensor) for n, tensor in tensors.items()}, metadata)
+    files = read_manifest(source)[0]["files"]
+    next(entry for entry in files if entry["path"] == RANK_1).update(dataclasses.asdict(made))
+    resealed(source, files=files)
+    with pytest.raises(CheckpointError, match=words):
+        reshard(source, tmp_path / "out", 3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_with_its_tensors_in_another_order_is_refused(of_two: Path, tmp_path: Path) -> None:
+    """Sound for the safetensors library, but no file of ours."""
+    source = shutil.copytree(of_two, tmp_path / "source")
+    raw, header = (source / RANK_1).read_bytes(), read_header(source / RANK_1)
+    table, data = {}, b""
+    for name, entry in reversed(header.tensors.items()):
+        held = raw[entry.start : entry.stop]
+        table[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [len(data), len(data) + len(held)]}
+        data += held
+    text = json.dumps({"__metadata__": header.metadata, **table}).encode()
+    crafted = len(text).to_bytes(8, "little") + text + data
+    (source / RANK_1).write_bytes(crafted)
+    assert load_file(source / RANK_1).keys() == header.tensors.keys()
+    files = read_manifest(source)[0]["files"]
+    entry = next(one for one in files if one["path"] == RANK_1)
+    entry.update(bytes=len(crafted), sha256=hashlib.sha256(crafted).hexdigest())
+    resealed(source, files=files)
+    with pytest.raises(CheckpointError, match=f"{RANK_1}: its tensors do not stand in the order in which shardrun"):
+        reshard(source, tmp_path / "out", 3)
+
+
 @pytest.mark.timeout(20)
 def test_a_claimed_world_of_any_size_allocates_nothing(of_one: Path, tmp_path: Path) -> None:
     source = shutil.copytree(of_one, tmp_path / "source")
@@ -396,6 +457,9 @@ def test_owners_are_those_of_a_session_and_come_back(
     back = cut_again({**section, **there.section}, there.fragments, there.metas, old)
     assert (back.section["optimizer"]["owners"], back.fragments) == (owners, held)
     assert all(meta["costs"] == {path: costs[path] for path in held[rank]} for rank, meta in enumerate(back.metas))
+    # Records that are older than costs are balanced by elements.
+    numels = {entry.path: entry.numel for entry in entries}
+    assert cut_again(section, held, metas(old), new).section["optimizer"]["owners"] == balanced_owners(numels, new)
 
 
 @given(SIZES, st.integers(1, 4000), st.integers(1, 5), st.integers(1, 5), st.data())

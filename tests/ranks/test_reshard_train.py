@@ -102,7 +102,9 @@ def test_on_the_fly_is_the_same_as_a_reshard_and_a_resume(tmp_path: Path, before
         assert (fly.checkpoint(3) / name).read_bytes() == (stepwise.checkpoint(3) / name).read_bytes()
     assert [event["path"] for event in fly.events if event["event"] == "resumed"] == [str(fly.checkpoint(2))]
     assert read_manifest(fly.checkpoint(3))[0]["parent"] == "step-0000000002"
-    assert any(f"resharded from {before} to {now} ranks; exact" in text for text in fly.texts("note"))
+    for run, name in ((fly, "step-0000000002"), (stepwise, "made")):
+        told = f"{name} was resharded from {before} to {now} ranks; exact, bit for bit: parameters"
+        assert len([text for text in run.texts("note") if text.startswith(told)]) == 1
     assert list((fly.run_dir / "checkpoints" / ".staging").iterdir()) == []
     assert tensors(fly.checkpoint(2)) == tensors(made)  # what it came from is as it was
     # Once there is a checkpoint of this world size, nothing is resharded any more.
