@@ -5,13 +5,13 @@ Neither needs torch. Every file of the checkpoint that is read is held against i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardrun.checkpoint.assemble import open_header
 from shardrun.checkpoint.byte_copies import Copier
@@ -21,8 +21,9 @@ from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.store import MODEL_FILE, tree_problems
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import write_file
-from shardrun.records.header import Entry, TensorBytes, read_tensor, write_safetensors
+from shardrun.records.header import Entry, TensorBytes, read_header_of, read_tensor, write_safetensors
 
+INDEX_FILE = f"{MODEL_FILE}.index.json"
 HF_CONFIG = "hf_config"
 """Section of a manifest: what the recipe's function of that name said."""
 
@@ -55,10 +56,16 @@ def exported_folder(source: Path, manifest: Mapping[str, Any], target: Path) -> 
 
 
 def export_safetensors(source: Path, target: Path) -> Exported:
-    """The model under its own names, tied tensors once, as TARGET/model.safetensors: the checkpoint's own file."""
+    """The model under its own names, tied tensors once: the checkpoint's own file or files, and an index of several."""
     manifest = sound_manifest(source)
     with exported_folder(source, manifest, target) as copier:
-        copier.copy_file(model_entry(source, manifest))
+        entries = model_entries(source, manifest)
+        for entry in entries:
+            copier.copy_file(entry)
+        if len(entries) > 1:
+            names = {name: one["path"] for one in entries for name in open_header(source, one["path"]).tensors}
+            index = {"metadata": {"total_size": sum(one["bytes"] for one in entries)}, "weight_map": names}
+            write_file(copier.staging / INDEX_FILE, canonical_json(index) + b"\n")
     return exported(target, manifest)
 
 
@@ -68,12 +75,12 @@ def exported(target: Path, manifest: Mapping[str, Any], *notes: str) -> Exported
     return Exported(target, manifest["step"], tuple(sizes), sum(sizes.values()), notes)
 
 
-def model_entry(source: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of the model's file in the manifest."""
-    found = [entry for entry in manifest["files"] if entry["role"] == "model"]
-    if [entry["path"] for entry in found] != [MODEL_FILE]:
-        raise CheckpointError(f"{source}: the manifest lists {len(found)} files of the model, expected {MODEL_FILE}")
-    return dict(found[0])
+def model_entries(source: Path, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines of the model's files in the manifest, several where ranks have parts of their own."""
+    found = [dict(entry) for entry in manifest["files"] if entry["role"] == "model"]
+    if not found or any("/" in entry["path"] for entry in found):
+        raise CheckpointError(f"{source}: the manifest lists no file of the model, or one that is in another folder")
+    return found
 
 
 def export_hf(source: Path, target: Path) -> Exported:
@@ -91,13 +98,14 @@ def export_hf(source: Path, target: Path) -> Exported:
             "returns one as a dict, and save again, or export it as safetensors"
         )
     with exported_folder(source, manifest, target) as copier:
-        entry = model_entry(source, manifest)
+        entries = model_entries(source, manifest)
         write_file(copier.staging / "config.json", canonical_json(_with_dtype(config, manifest)) + b"\n")
-        if manifest["aliases"]:
-            copier.check_file(entry)
-            _write_all_names(copier, manifest)
+        if manifest["aliases"] or len(entries) > 1:
+            for entry in entries:
+                copier.check_file(entry)
+            _write_all_names(copier, entries, manifest["aliases"])
         else:
-            copier.copy_file(entry)
+            copier.copy_file(entries[0])
         note = _opened(copier.staging, config)
     return exported(target, manifest, *note)
 
@@ -109,16 +117,19 @@ def _with_dtype(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[
     return dict(config) if given or len(floating) != 1 else {**config, "dtype": floating.pop()}
 
 
-def _write_all_names(copier: Copier, manifest: Mapping[str, Any]) -> None:
-    header = open_header(copier.checkpoint, MODEL_FILE)
-    with open_inside(copier.checkpoint, MODEL_FILE) as file:
+def _write_all_names(copier: Copier, entries: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> None:
+    """All of the model in one file."""
+    with ExitStack() as opened:
+        tensors: dict[str, TensorBytes] = {}
+        for path in (entry["path"] for entry in entries):
+            file = opened.enter_context(open_inside(copier.checkpoint, path))
+            tensors |= {name: _stored(file, one) for name, one in read_header_of(file, path)[0].tensors.items()}
+        tensors |= {alias: tensors[name] for alias, name in aliases.items()}
+        write_safetensors(copier.staging / MODEL_FILE, tensors, {"format": "pt"})
 
-        def stored(entry: Entry) -> TensorBytes:
-            return TensorBytes(entry.dtype, entry.shape, lambda: read_tensor(file, entry, MODEL_FILE))
 
-        names = {name: name for name in header.tensors} | manifest["aliases"]
-        tensors = {name: stored(header.tensors[kept]) for name, kept in names.items()}
-        write_safetensors(copier.staging / MODEL_FILE, tensors, header.metadata)
+def _stored(file: BinaryIO, entry: Entry) -> TensorBytes:
+    return TensorBytes(entry.dtype, entry.shape, lambda: read_tensor(file, entry))
 
 
 def _opened(folder: Path, config: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardrun.checkpoint.assemble import Whole, assemble
-from shardrun.checkpoint.export import Exported, exported, exported_folder, model_entry, sound_manifest
+from shardrun.checkpoint.export import Exported, exported, exported_folder, model_entries, sound_manifest
 from shardrun.checkpoint.read import read_verified
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import create_file, sync_file
@@ -34,7 +34,8 @@ def export_torch(source: Path, target: Path) -> Exported:
     """
     manifest = sound_manifest(source)
     saved: dict[str, Any] = {key: manifest[key] for key in _OF_THE_RUN if key in manifest}
-    saved["model"] = read_verified(source, model_entry(source, manifest))[1]
+    parts = [read_verified(source, entry)[1] for entry in model_entries(source, manifest)]
+    saved["model"] = {name: tensor for part in parts for name, tensor in part.items()}
     saved["model"] |= {alias: saved["model"][name] for alias, name in manifest["aliases"].items()}
     saved |= {"optimizer": {"state": {}, "param_groups": []}, "masters": {}}
     for name in manifest["groups"]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from shardrun.checkpoint.export import INDEX_FILE
 from shardrun.checkpoint.manifest import MANIFEST, is_plain_name
 from shardrun.checkpoint.store import MODEL_FILE
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import remove_file, rename_new, sync_folder
 from shardrun.records.header import Entry, TensorBytes, read_header_of, read_tensor, regular_file, write_safetensors
 
-INDEX = f"{MODEL_FILE}.index.json"
 _MOST_BYTES = 64 << 20
 
 
@@ -82,7 +82,7 @@ def _files(source: Path) -> list[Path]:
         raise CheckpointError(f"{source}: is a checkpoint of shardrun; use `shardrun export`, which checks its hashes")
     if (source / MODEL_FILE).is_file():
         return [source / MODEL_FILE]
-    if (source / INDEX).is_file():
+    if (source / INDEX_FILE).is_file():
         return [source / name for name in sorted(set(_weight_map(source).values()))]
     if (source / ".metadata").is_file():
         raise CheckpointError(
@@ -91,8 +91,8 @@ def _files(source: Path) -> list[Path]:
             "safetensors"
         )
     raise CheckpointError(
-        f"{source}: is neither a .safetensors file nor a folder with {MODEL_FILE} or {INDEX}; pickle (.pt, .bin) is "
-        "never read here: load it with torch.load(..., weights_only=True), and save it with safetensors"
+        f"{source}: is neither a .safetensors file nor a folder with {MODEL_FILE} or {INDEX_FILE}; pickle (.pt, .bin) "
+        "is never read here: load it with torch.load(..., weights_only=True), and save it with safetensors"
     )
 
 
@@ -106,14 +106,14 @@ def _open(path: Path) -> BinaryIO:
 
 def _weight_map(source: Path) -> dict[str, str]:
     """Name -> file, as the index says; names of files in the folder itself only."""
-    with _open(source / INDEX) as file:
+    with _open(source / INDEX_FILE) as file:
         raw = file.read(_MOST_BYTES + 1)
     try:
         found = json.loads(raw)["weight_map"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{source / INDEX}: is no index of a model: {error}") from None
+        raise CheckpointError(f"{source / INDEX_FILE}: is no index of a model: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) and is_plain_name(name) for name in found.values()):
-        raise CheckpointError(f"{source / INDEX}: weight_map does not give the name of a file for every tensor")
+        raise CheckpointError(f"{source / INDEX_FILE}: weight_map does not give the name of a file for every tensor")
     return found
 
 

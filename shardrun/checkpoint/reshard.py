@@ -155,8 +155,9 @@ def _copy_as_they_are(copier: Copier, manifest: Mapping[str, Any], world_size: i
     kept = [e for e in manifest["files"] if e["role"] == "model" or (e["role"] == "record" and e["group"] not in cut)]
     for entry in kept:
         if entry["rank"] >= world_size:
+            who = f"group {entry['group']}" if entry["role"] == "record" else entry["path"]
             raise CheckpointError(
-                f"group {entry['group']} has rank {entry['rank']}, which a world of {world_size} does not have; "
+                f"{who} has rank {entry['rank']}, which a world of {world_size} does not have; "
                 "a group of some of the ranks keeps its members"
             )
     for entry in kept:

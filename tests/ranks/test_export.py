@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -15,13 +16,20 @@ import safetensors.torch
 import torch
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from shardrun.checkpoint.commit import save
 from shardrun.checkpoint.export import Exported, export_hf, export_safetensors
 from shardrun.checkpoint.export_torch import export_torch
+from shardrun.checkpoint.import_model import import_model
+from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
 from shardrun.checkpoint.reshard import reshard
+from shardrun.checkpoint.snapshot import ModelParts, model_specs
+from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError, ConfigError, UsageError
 from shardrun.run.recipe import load_recipe
+from tests.golden import state
 from tests.golden.runs import flip, put
+from tests.support.ranks import run_ranks
 from tests.support.training import RECIPES, Trained, document, trained
 
 ADAMW = {"name": "adamw", "lr": 0.1, "options": [{"match": ["l2"], "weight_decay": 0.0, "lr_scale": 0.5}]}
@@ -101,8 +109,8 @@ def test_it_does_not_matter_how_many_ranks_have_saved(tmp_path: Path) -> None:
     first = loaded(export_torch(begun.checkpoint(1), tmp_path / "two"))
     again = loaded(export_torch(reshard(begun.checkpoint(1), tmp_path / "ckpt", 3).path, tmp_path / "three"))
     assert first["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
-    for path, state in first["optimizer"]["state"].items():
-        assert all(torch.equal(again["optimizer"]["state"][path][key], value) for key, value in state.items())
+    for path, held in first["optimizer"]["state"].items():
+        assert all(torch.equal(again["optimizer"]["state"][path][key], value) for key, value in held.items())
 
 
 # ---- safetensors -----------------------------------------------------------------------------------------------------
@@ -135,6 +143,34 @@ def test_damage_is_found_and_nothing_is_left(tmp_path: Path, export: Callable[[P
     with pytest.raises(CheckpointError, match=r"model.safetensors: is missing"):
         export(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def in_parts(comm: Communicator, run_dir: Path) -> None:
+    """Rank 0 writes one half of the model, rank 1 the other."""
+    made = state.snapshot(comm.rank, comm.world_size)
+    names = sorted(made.model)
+    parts = ModelParts(model_specs(made.model), made.aliases, [0, 1], names[comm.rank :: 2])
+    aliases = {alias: name for alias, name in made.aliases.items() if name in parts.own}
+    rank_state = {"buffer/mine": torch.zeros(2)}
+    save(run_dir, comm, dataclasses.replace(made, parts=parts, aliases=aliases, rank_state=rank_state))
+
+
+def test_a_model_in_several_files_travels_whole(tmp_path: Path) -> None:
+    run_ranks(2, in_parts, tmp_path / "run")
+    source = tmp_path / "run" / "checkpoints" / "step-0000000003"
+    wider = reshard(source, tmp_path / "three", 3).path
+    assert inspect(wider, verify=True)["good"]
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors has rank 1, which a world of 1"):
+        reshard(source, tmp_path / "one", 1)
+    done = export_safetensors(wider, tmp_path / "out")
+    assert done.files == (
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+    )  # fmt: skip
+    import_model(done.path, tmp_path / "whole.safetensors")
+    model = state.parameters()
+    assert state.same_tensors(safetensors.torch.load_file(tmp_path / "whole.safetensors"), model) == []
+    saved = loaded(export_torch(wider, tmp_path / "torch"))
+    assert state.same_tensors(saved["model"], {**model, "head.weight": model["emb.weight"]}) == []
 
 
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------

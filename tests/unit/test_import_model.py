@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from shardrun.checkpoint.import_model import INDEX, import_model
+from shardrun.checkpoint.export import INDEX_FILE
+from shardrun.checkpoint.import_model import import_model
 from shardrun.cli.app import app
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records import durable
@@ -33,7 +34,7 @@ def in_parts(folder: Path) -> Path:
     for file, names in parts.items():
         save_file({name: MODEL[name] for name in names}, folder / file)
     weight_map = {name: file for file, names in parts.items() for name in names}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -75,9 +76,9 @@ def _cut(folder: Path) -> None:
 
 def _index(**more: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        found = json.loads((folder / INDEX).read_text())
+        found = json.loads((folder / INDEX_FILE).read_text())
         found["weight_map"] |= more
-        (folder / INDEX).write_text(json.dumps(found))
+        (folder / INDEX_FILE).write_text(json.dumps(found))
 
     return change
 
@@ -96,7 +97,7 @@ def _index(**more: object) -> Callable[[Path], None]:
             "weight_map does not give the name of a file for every tensor",
         ),
         (_index(**{"a.weight": 3}), "weight_map does not give the name of a file for every tensor"),
-        (lambda folder: (folder / INDEX).write_text("[" * 100_000), "is no index of a model"),
+        (lambda folder: (folder / INDEX_FILE).write_text("[" * 100_000), "is no index of a model"),
         (
             lambda folder: save_file(MODEL, folder / "model-00001-of-00002.safetensors"),
             "which another file of .* holds",
