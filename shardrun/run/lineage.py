@@ -116,40 +116,46 @@ def _claims(run_dir: Path, first: Saved, last: Saved) -> tuple[str, tuple[str, .
             "the replay is of fresh processes",
             (),
         )
-    at, whole = _resumed_at(run_dir, first, last)
-    if at == first.step:
-        return (
-            f"the resume at step {at} gives the same again",
-            (
-                f"that the run is the one that never stopped: it was itself resumed at step {at}; choose an earlier "
-                "start (--from) for that",
-            ),
+    stops, whole = _resumed_at(run_dir, first, last)
+    not_claimed = []
+    if first.step in stops:
+        not_claimed.append(
+            f"that the run is the one that did not stop at step {first.step}: it was itself resumed there; choose an "
+            "earlier start (--from) for that"
         )
-    where = "somewhere between the two" if at is None else f"at step {at}"
+    if not whole:
+        not_claimed.append(
+            "that the run went on from nothing else in between: some of its checkpoints between the two are gone"
+        )
+    passed = [str(step) for step in stops if step > first.step]
+    if whole and not passed:
+        return f"the resume at step {first.step} gives the same again", tuple(not_claimed)
+    where = f"at step {' and '.join(passed)}" if passed else "somewhere between the two"
     claim = (
         f"the run, which was stopped and resumed {where}, is the one that never stopped: the replay went from step "
         f"{first.step} to step {last.step} at one go"
     )
-    gone = "that the run went on from nothing else in between: some of its checkpoints between the two are gone"
-    return claim, () if whole else (gone,)
+    return claim, tuple(not_claimed)
 
 
-def _resumed_at(run_dir: Path, first: Saved, last: Saved) -> tuple[int | None, bool]:
-    """The step at which the start that saved `last` began; and whether all of the way back to `first` can be seen.
+def _resumed_at(run_dir: Path, first: Saved, last: Saved) -> tuple[list[int], bool]:
+    """The steps from `first` on at which a start of the run began that `last` came from; and whether all of the way
+    back to `first` can be seen.
 
     UsageError if the way back does not lead to `first`.
     """
-    name, at = last.manifest.get("parent"), None
-    while isinstance(name, str) and (step_of(name) or -1) >= first.step:
+    name, attempt = last.manifest.get("parent"), last.manifest["attempt"]
+    stops: list[int] = []
+    while isinstance(name, str) and (step := step_of(name) or 0) >= first.step:
         try:
             manifest = read_manifest(checkpoints_folder(run_dir) / name)[0]
         except CheckpointError:
-            return at, False
-        if at is None and manifest["attempt"] != last.manifest["attempt"]:
-            at = step_of(name)
+            return stops, False
+        if manifest["attempt"] != attempt:
+            stops.insert(0, step)
         if name == first.path.name:
-            return at, True
-        name = manifest.get("parent")
+            return stops, True
+        name, attempt = manifest.get("parent"), manifest["attempt"]
     raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run went on from {name}")
 
 

@@ -68,7 +68,7 @@ def replay(pair: Pair, folder: Path) -> Proof:
     [
         (None, None, "a resume at step 6 is the same as going on: the run did not stop", None),
         ("4", "step-0000000008", "stopped and resumed at step 5, is the one that never stopped", None),
-        ("5", "8", "the resume at step 5 gives the same again", "it was itself resumed at step 5"),
+        ("5", "8", "the resume at step 5 gives the same again", "did not stop at step 5: it was itself resumed there"),
     ],
 )
 def test_a_replay_is_the_run_to_the_bit(
@@ -300,6 +300,23 @@ def test_another_torch_is_told(interrupted: Trained, tmp_path: Path) -> None:
     assert proof.exit_code == 0  # it happens to give the same here
     told = [line for line in proof.not_claimed if 'numerics.torch: saved "2.0.1", now ' in line]
     assert len(told) == 2
+
+
+def test_every_stop_that_a_replay_passes_is_told(tmp_path: Path) -> None:
+    asked = config(tmp_path / "run")
+    for stop in (3, 5, 7):
+        trained(asked, stop_at=stop)
+    run_dir = trained(asked).run_dir
+    assert "stopped and resumed at step 3 and 5 and 7, is" in choose(run_dir, "2", "8").claim
+    pair = choose(run_dir, "5", "8")
+    assert "stopped and resumed at step 7, is" in pair.claim
+    assert "did not stop at step 5" in pair.not_claimed[0]
+    shutil.rmtree(run_dir / "checkpoints" / "step-0000000005")
+    pair = choose(run_dir, "2", "8")
+    assert "stopped and resumed at step 7, is" in pair.claim
+    assert pair.not_claimed == (
+        "that the run went on from nothing else in between: some of its checkpoints between the two are gone",
+    )
 
 
 def test_what_went_on_from_elsewhere_is_refused(interrupted: Trained, tmp_path: Path) -> None:
