@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,11 +21,11 @@ from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
-from shardrun.run.groups import TrainedGroup, open_world, record_name, replica_set, select_groups
+from shardrun.run.groups import TrainedGroup, open_world, record_name, replica_set, require_apart, select_groups
 from shardrun.run.optimizer import Placement, shard_optimizer
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
-from shardrun.shard.selection import Selection
+from shardrun.shard.selection import Selection, name_globally
 from shardrun.step.agreement import MissingGradientPolicy
 from shardrun.step.data_parallel import SelectedDataParallel
 
@@ -108,6 +109,8 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     world = open_world(comm, config)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
     model = recipe.build_model(world)
+    if recipe.global_name is not None:
+        name_globally(model, partial(_global_name, recipe.global_name, world))
     models.refuse_unfit(model)
     # Before the cast, which would part tensors that share memory without a word.
     selections = select_groups(comm, model, config.parts)
@@ -127,6 +130,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         notes.append(f"activations of {checkpointed} modules are computed again in backward")
     loader = _loader(config, recipe, comm)
     groups = [_group(name, config, comm, model, selections[name], recipe, loader, saved or {}) for name in config.parts]
+    require_apart(comm, groups)
     notes += _factory_notes(config)
     return Built(
         config=config,
@@ -142,6 +146,10 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         notes=notes,
         buffer_forms=models.buffer_forms(model),
     )
+
+
+def _global_name(named: Callable[[str, World], str], world: World, path: str) -> str:
+    return named(path, world)
 
 
 def _group(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardrun.comm.communicator import Communicator
 from shardrun.config.groups import Group, axis_lines, places, replica_sets
 from shardrun.config.schema import Config
-from shardrun.errors import SelectionError
+from shardrun.errors import SelectionError, by_all
 from shardrun.run.optimizer import Sharded, mean_step
 from shardrun.run.recipe import World
 from shardrun.run.schedule import Schedule
@@ -122,6 +122,27 @@ def _require_one_group_each(selections: Mapping[str, Selection]) -> None:
                     f"groups: {path} is selected by {taken[path]} and by {name}; exclude it from one of them"
                 )
             taken[path] = name
+
+
+def require_apart(comm: Communicator, groups: Sequence[TrainedGroup]) -> None:
+    """What different replica sets of a group train are different tensors, with paths of their own; collective.
+
+    SelectionError on all ranks otherwise: only one of two tensors of one name could be saved.
+    """
+    spread = [group for group in groups if group.spread]
+    if not any(comm.agree("spread groups", bool(spread))):
+        return
+    taken: dict[str, str] = {}
+    for held in comm.agree("paths of spread groups", {g.record_name: sorted(g.selection.parameters) for g in spread}):
+        for name, paths in held.items():
+            for path in paths:
+                if taken.setdefault(path, name) != name:
+                    raise by_all(
+                        SelectionError(
+                            f"groups: {path} is trained by {taken[path]} and by {name}, which are on different ranks; "
+                            "give every part of the model the path that it has in the whole one: by global_name"
+                        )
+                    )
 
 
 def step_groups(

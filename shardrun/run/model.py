@@ -19,7 +19,7 @@ from shardrun.errors import CheckpointError, ConfigError, ContractError
 from shardrun.optim.kinds import OptionGroup
 from shardrun.records.tensors import host_bytes
 from shardrun.shard.contract import Contract
-from shardrun.shard.selection import clean_path, named_parameters, pattern
+from shardrun.shard.selection import clean_path, named_parameters, path_in, pattern
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,13 +98,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
-    persistent = {clean_path(path) for path in model.state_dict()}
+    persistent = {path_in(model, path) for path in model.state_dict()}
     kept = {path: buffer for path, buffer in _all_buffers(model).items() if path in persistent}
     return {**dict(named_parameters(model)), **kept}
 
 
 def _all_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {clean_path(path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
+    return {path_in(model, path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def _aliases(held: Mapping[str, Tensor]) -> dict[str, str]:

@@ -55,6 +55,7 @@ class Recipe:
         self._loss_takes_world = takes_world(self._loss)
         self.collate: Callable[[list[Any]], Any] | None = functions.get("collate")
         self.metrics: Callable[[float, int], dict[str, float]] | None = functions.get("metrics")
+        self.global_name: Callable[[str, World], str] | None = functions.get("global_name")
         self.on_save: Callable[[nn.Module, Path], None] | None = functions.get("on_save")
         self.bytes_per_token = _bytes_per_token(module, self.args, source)
         self.hf_config = _hf_config(functions, self.args, source)

@@ -22,6 +22,7 @@ OPTIONAL = {
     "collate": ("samples",),
     "metrics": ("loss", "weight"),
     "on_save": ("model", "folder"),
+    "global_name": ("path", "world"),
     "hf_config": ("args",),
 }
 
@@ -46,11 +47,6 @@ def find_functions(module: ModuleType, source: str) -> dict[str, Any]:
         if problem:
             problems.append(f"{source}: {problem}")
         found[name] = function
-    if hasattr(module, "global_name"):
-        problems.append(
-            f"{source}: global_name is not asked; give every part the path that it has in the whole model, for example "
-            "experts numbered over all ranks in a ModuleDict, and remove global_name"
-        )
     if problems:
         raise ConfigError(problems)
     return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,9 +22,36 @@ _WRAPPERS = ("_orig_mod",)  # torch.compile
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All (path, Parameter) in definition order, every alias included, without the prefixes of torch's wrappers."""
-    named = [(clean_path(path), parameter) for path, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [(path_in(model, path), parameter) for path, parameter in model.named_parameters(remove_duplicate=False)]
     seen: set[str] = set()
     return [(path, parameter) for path, parameter in named if not (path in seen or seen.add(path))]  # type: ignore[func-returns-value]
+
+
+def name_globally(model: nn.Module, name: Callable[[str], str]) -> None:
+    """Let the tensors of `model`, a part of a larger one, be known by the path `name(path)` that they have there.
+
+    From here on these are their paths for selections, sessions, records and messages. Local; SelectionError where a
+    name is no text or is given twice.
+    """
+    paths = [path for path, _ in model.named_parameters(remove_duplicate=False)]
+    paths += [path for path, _ in model.named_buffers(remove_duplicate=False)]
+    given: dict[str, str] = {}
+    for path in dict.fromkeys(map(clean_path, paths)):
+        found = name(path)
+        if not isinstance(found, str) or not found:
+            raise SelectionError(f"global_name: {path} is named {found!r}, expected a dotted path")
+        if given.setdefault(found, path) != path:
+            raise SelectionError(f"global_name: {given[found]} and {path} are both named {found}; name them apart")
+    _global_names[model] = {path: found for found, path in given.items()}
+
+
+_global_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def path_in(model: nn.Module, path: str) -> str:
+    """The path by which a tensor of `model` is known."""
+    clean = clean_path(path)
+    return _global_names.get(model, {}).get(clean, clean)
 
 
 def clean_path(path: str) -> str:
@@ -159,7 +187,7 @@ def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
 
 def _refuse_overlap(selected: dict[str, nn.Parameter], rest: dict[str, nn.Parameter], model: nn.Module) -> None:
     """A selected parameter on memory that another tensor uses would be updated twice, or torn from it; refuse it."""
-    buffers = {clean_path(path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
+    buffers = {path_in(model, path): buffer for path, buffer in model.named_buffers(remove_duplicate=False)}
     spans: dict[tuple[str, int], list[tuple[int, int, str, int]]] = {}
     for path, parameter in [*selected.items(), *rest.items(), *buffers.items()]:
         if parameter.numel() == 0 or parameter.device.type == "meta":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from shardrun.comm.communicator import Communicator
 from shardrun.errors import ContractError, by_all
 from shardrun.shard.contract import Contract, first_difference
 from shardrun.shard.flat_gradients import accumulate_in_fp32
-from shardrun.shard.selection import Selection, clean_path
+from shardrun.shard.selection import Selection, clean_path, path_in
 
 
 class Session:
@@ -84,7 +85,7 @@ class Session:
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """Path -> buffer of any dtype, sorted by path; two names of one tensor count once."""
-    named = sorted((clean_path(path), buffer) for path, buffer in model.named_buffers(remove_duplicate=False))
+    named = sorted((path_in(model, path), buffer) for path, buffer in model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     return {path: buffer for path, buffer in named if first.setdefault(id(buffer), path) == path}
 
@@ -102,15 +103,21 @@ Place = tuple[str, dict[str, Any], str, object]
 """A path, the table of a module that holds what stands there, the name in that table, and what it held at set-up."""
 
 
-def places(module: nn.Module, parameters: Mapping[str, nn.Parameter], prefix: str = "") -> list[Place]:
+def places(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Place]:
     """Where a model keeps the given parameters, and every module on the way to them."""
+    return _places(model, partial(path_in, model), parameters, "")
+
+
+def _places(
+    module: nn.Module, known_as: Callable[[str], str], parameters: Mapping[str, nn.Parameter], prefix: str
+) -> list[Place]:
     found: list[Place] = []
     for name, parameter in module._parameters.items():
-        path = clean_path(prefix + name)
+        path = known_as(prefix + name)
         if parameter is not None and parameters.get(path) is parameter:
             found.append((path, module._parameters, name, parameter))
     for name, child in module._modules.items():
-        inside = places(child, parameters, f"{prefix}{name}.") if child is not None else []
+        inside = _places(child, known_as, parameters, f"{prefix}{name}.") if child is not None else []
         found += [(clean_path(prefix + name), module._modules, name, child), *inside] if inside else []
     return found
 

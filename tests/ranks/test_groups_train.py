@@ -199,6 +199,50 @@ def test_a_replica_of_an_expert_that_changes_is_found(tmp_path: Path) -> None:
         assert "rank 1 and rank 3 differ" in error
 
 
+_NUMBERED_BY_RANK = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "recipes")!r})
+import torch
+import moe
+from moe import Args, build_data, loss
+
+def build_model(args, world):
+    model = moe.build_model(args, world)
+    for module in model.modules():
+        if isinstance(module, moe.Moe):
+            module.experts = torch.nn.ModuleDict({{str(n): one for n, one in enumerate(module.experts.values())}})
+    return model
+"""
+_GLOBAL_NAME = """
+def global_name(path, world):
+    if ".experts." not in path:
+        return path
+    before, _, after = path.partition(".experts.")
+    number, _, rest = after.partition(".")
+    return f"{before}.experts.{int(number) + 2 * world.coordinates['experts']}.{rest}"
+"""
+
+
+def test_parts_that_are_numbered_by_rank_are_known_by_their_global_name(tmp_path: Path) -> None:
+    """As if the model had had these names: in selections, messages and checkpoints. Without it they are refused."""
+    recipe = tmp_path / "by_rank.py"
+    recipe.write_text(_NUMBERED_BY_RANK)
+    config = {**moe(tmp_path / "numbered", 1, 2, steps=2), "recipe": str(recipe)}
+    refused = train(config)
+    assert set(refused.codes) == {2}
+    told = "blocks.0.moe.experts.0.down.weight is trained by experts-0 and by experts-1, which are on different ranks"
+    assert all(told in error for error in refused.errors), refused.errors
+    recipe.write_text(_NUMBERED_BY_RANK + _GLOBAL_NAME)
+    numbered, plain = trained(config), trained(moe(tmp_path / "plain", 1, 2, steps=2))
+    assert numbered.steps == plain.steps
+    for look in (model, state):
+        held, twin = look(numbered, 2), look(plain, 2)
+        assert held.keys() == twin.keys()
+        assert all(torch.equal(tensor, twin[name]) for name, tensor in held.items())
+    elsewhere = trained({**moe(tmp_path / "numbered", 2, 1, steps=3)}, reshard=True, accept_changes=True)
+    assert elsewhere.steps[-1]["step"] == 3
+
+
 @pytest.mark.parametrize(
     ("groups", "said"),
     [

@@ -163,7 +163,7 @@ def test_everything_missing_is_named_at_once(tmp_path: Path) -> None:
         ("def build_data(args): ...", r"cannot be called as build_data\(args, split\)"),
         ("def loss(batch): ...", r"cannot be called as loss\(model, batch\[, world\]\)"),
         ("def collate(): ...", r"cannot be called as collate\(samples\)"),
-        ("def global_name(path, world): ...", "global_name is not asked; give every part the path"),
+        ("def global_name(path): ...", r"global_name\(path\) cannot be called as global_name\(path, world\)"),
         ("def on_save(model): ...", r"cannot be called as on_save\(model, folder\)"),
         ("def metrics(): ...", r"cannot be called as metrics\(loss, weight\)"),
         ("async def loss(model, batch): ...", "loss is a coroutine or a generator"),
