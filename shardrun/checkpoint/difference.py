@@ -25,6 +25,8 @@ from shardrun.records.header_parser import DTYPE_BYTES, DTYPE_NAMES
 _COMPARED = ("step", "counters", "topology", "schedule", "data", "recipe", "numerics", "meaning", "aliases")
 _NOT_OF_THE_MODEL = ("zero1/", "zero2/", "state/")
 _ABSENT = "absent"
+MODEL, STATE = "model", "state"
+"""Sections whose tensors are known by their names alone; others are named before the tensor."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def compare(one: Contents, other: Contents, meter: Meter) -> tuple[list[dict[str
     sizes = [side.manifest["topology"]["world_size"] if side.manifest else None for side in (one, other)]
     if loose and (one.manifest or other.manifest):
         notes.append("a file without a manifest is compared with the model; optimizer state and ranks are left out")
-        left, right = ({key: tensor for key, tensor in side.items() if key[0] == "model"} for side in (left, right))
+        left, right = ({key: tensor for key, tensor in side.items() if key[0] == MODEL} for side in (left, right))
     elif sizes[0] != sizes[1]:
         notes.append(
             f"the state of each rank (random streams, buffers) is left out: world sizes {sizes[0]} and {sizes[1]}"
@@ -106,18 +108,25 @@ def compare(one: Contents, other: Contents, meter: Meter) -> tuple[list[dict[str
 
 
 def _named(contents: Contents) -> dict[tuple[str, str], Named]:
-    """Every tensor by (section, name); of ties that both sides may have only the tensor itself."""
+    """Every tensor by (section, name); of ties that both sides may have only the tensor itself.
+
+    Which group a parameter is in may depend on the ranks, so state goes by its name alone.
+    """
+    counts = Counter((kind, held.whole.name) for (kind, _), held in contents.all())
     found: dict[tuple[str, str], Named] = {}
-    counts = Counter(held.whole.name for (kind, _), held in contents.all() if kind == "file")
     for (kind, name), held in contents.all():
-        if held.alias_of is not None:
-            continue
-        label = f"{kind} {name}".strip()
-        if kind == "file":
-            is_model = counts[held.whole.name] == 1 and not name.startswith(_NOT_OF_THE_MODEL)
-            label = "model" if is_model else name
-        found[label, held.whole.name] = Named(contents.root, held, held.whole)
+        if held.alias_of is None:
+            label = _label(kind, name, unique=counts[kind, held.whole.name] == 1)
+            found[label, held.whole.name] = Named(contents.root, held, held.whole)
     return found
+
+
+def _label(kind: str, name: str, *, unique: bool) -> str:
+    if kind == "group" and unique:
+        return STATE
+    if kind == "file":
+        return MODEL if unique and not name.startswith(_NOT_OF_THE_MODEL) else name
+    return f"{kind} {name}".strip()
 
 
 # ---- one pair --------------------------------------------------------------------------------------------------------

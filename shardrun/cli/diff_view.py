@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardrun.checkpoint.difference import MODEL, STATE
 from shardrun.cli.inspect_view import flat, how_many, plain_table, shape
 from shardrun.cli.tensor_tree import Row
 
@@ -49,7 +50,7 @@ _WHAT = {
 
 
 def _difference(row: Row) -> list[str]:
-    name = row["name"] if row["section"] == "model" else f"{row['section']}: {row['name']}"
+    name = row["name"] if row["section"] in (MODEL, STATE) else f"{row['section']}: {row['name']}"
     if row["what"] in ("shape", "dtype"):
         sides = [shape(one) for one in row["shapes"]] if "shapes" in row else row["dtypes"]
     else:

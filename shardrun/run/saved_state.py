@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.contents import Contents, Meter
-from shardrun.checkpoint.difference import compare
+from shardrun.checkpoint.difference import MODEL, STATE, compare
 from shardrun.run.comparison import METRICS, Comparison, leaves
 from shardrun.run.metrics import NAME, read_rows
 from shardrun.run.proof import Compared
@@ -81,7 +81,7 @@ def _apart(one: Any, other: Any) -> tuple[int, str | None]:
 
 def _kind(section: str, name: str, parameters: set[str]) -> str:
     """What a tensor of a checkpoint is, in the words of a Comparison."""
-    if section == "model":
+    if section == MODEL:
         return "parameters" if name in parameters else "buffers"
     if section.startswith("rank "):
         return "rng " + name.removeprefix("rng/") if name.startswith("rng/") else "buffers"
@@ -92,7 +92,7 @@ def _kind(section: str, name: str, parameters: set[str]) -> str:
 def _told(row: Mapping[str, Any]) -> str | None:
     if row["what"] == "same":
         return None
-    where = row["name"] if row["section"] == "model" else f"{row['section']}: {row['name']}"
+    where = row["name"] if row["section"] in (MODEL, STATE) else f"{row['section']}: {row['name']}"
     if row["what"] != "values":
         return f"{where}: {row['what']}"
     first = row["first"]

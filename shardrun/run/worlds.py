@@ -19,7 +19,7 @@ from typing import Any
 
 from shardrun.checkpoint.assemble import Piece, Whole, chunks, open_header
 from shardrun.checkpoint.contents import Contents, Held, Left, Meter
-from shardrun.checkpoint.difference import compare
+from shardrun.checkpoint.difference import STATE, compare
 from shardrun.config.schema import Config
 from shardrun.errors import StoppedAfterSave, UsageError
 from shardrun.run.comparison import DATA_SEEN, leaves
@@ -183,7 +183,7 @@ def exact_rows(one: Path, before: int, other: Path, now: int, when: str) -> Iter
     for row in compare(left, right, Meter())[0]:
         kind = row["name"].partition("/")[0]
         known = kinds.get(kind, Compared(kind, 0))
-        first = known.first or (None if row["what"] == "same" else f"{when}, {row['section']}: {_told(row)}")
+        first = known.first or (None if row["what"] == "same" else f"{when}, {_where(row)}{_told(row)}")
         kinds[kind] = Compared(kind, known.values + row["elements"], first)
     for text in right.problems:
         kind = text.partition(":")[0]
@@ -192,6 +192,10 @@ def exact_rows(one: Path, before: int, other: Path, now: int, when: str) -> Iter
         kinds[kind] = Compared(kind, values, first and f"{when}, {first}")
     for kind, found in sorted(kinds.items()):
         yield Compared(f"{kind}, {when}", found.values, found.first)
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return "" if row["section"] == STATE else f"{row['section']}: "
 
 
 def _told(row: Mapping[str, Any]) -> str:

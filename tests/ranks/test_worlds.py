@@ -123,7 +123,7 @@ def test_the_command_tells_what_is_exact_and_what_is_near(
     assert command.run(config, [], command.Ask(worlds="2,1", tamper="moment", json=True)) == 4
     document = json.loads(capsys.readouterr().out)
     assert (document["verdict"], document["mode"], document["worlds"]) == ("different", "worlds", [2, 1])
-    assert document["first_difference"].startswith("restored at 2, group: optimizer exp_avg/first.")
+    assert document["first_difference"].startswith("restored at 2, optimizer exp_avg/first.")
     with pytest.raises(UsageError, match="two or three numbers of ranks"):
         command.run(config, [], command.Ask(worlds="2,x"))
 

@@ -49,7 +49,7 @@ def only(found: dict[str, Any]) -> dict[str, Any]:
 def test_two_worlds_hold_the_same_tensors(tmp_path: Path) -> None:
     found = diff(GOLDEN, alone(tmp_path))
     assert (found["same"], found["differences"]) == (True, [])
-    assert found["compared"] == {"model": 7, "group default": 16}
+    assert found["compared"] == {"model": 7, "state": 16}
     whole = [*state.parameters().values(), *state.optimizer_state().values()]
     assert found["elements"] == sum(tensor.numel() for tensor in whole)
     assert found["settings"] == [{"key": "topology.world_size", "one": 2, "other": 1}]
@@ -65,7 +65,7 @@ def test_one_bit_in_a_slice_is_found_at_its_place_in_the_whole(tmp_path: Path) -
     raw[place + 4 * 30] ^= 1
     file.write_bytes(raw)
     row = only(diff(path, alone(tmp_path / "run")))
-    assert (row["section"], row["name"], row["what"]) == ("group default", "half.weight/master", "values")
+    assert (row["section"], row["name"], row["what"]) == ("state", "half.weight/master", "values")
     assert (row["differing"], row["elements"]) == (1, 900)
     assert (row["first"]["element"], row["first"]["index"]) == (542, [180, 2])
     assert row["first"]["other"].startswith(str(before))
