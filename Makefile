@@ -67,6 +67,7 @@ long: setup
 	$(PY) -m tests.faults.cost
 	$(PY) -m tests.checkpoints.kills
 	$(PY) -m tests.checkpoints.program_kills
+	$(PY) -m tests.checkpoints.cost
 
 # A hundred random ends of a small run, each gone on from: CYCLES, SEED.
 chaos: setup

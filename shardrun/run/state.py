@@ -51,12 +51,9 @@ class Lineage:
     fence: int | None
 
 
-def snapshot_of(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
-    """Everything that the next step depends on, to be saved; collective.
-
-    `compared`: what `compare_replicas` gave; whoever writes parameters looks whether that is still so of them.
-    """
-    return replace(_without_record(built, progress, lineage, compared), records=_records(built))
+def snapshot_of(built: Built, progress: Progress, lineage: Lineage) -> Snapshot:
+    """Everything that the next step depends on, to be saved before anything goes on; collective."""
+    return replace(_without_record(built, progress, lineage, {}), records=_records(built))
 
 
 def snapshot_aside(
@@ -65,7 +62,8 @@ def snapshot_aside(
     """The same in memory of its own on the host, as far as this rank writes it, in two parts; collective.
 
     What forward may change, buffers and random streams, is copied before this returns. What it returns copies the rest,
-    on any thread, and is called once, before the next update; local.
+    on any thread, and is called once, before the next update; local. `compared`: digests of the parameters as they are
+    now; whoever writes one finds out if it was not copied as it was.
     """
     now = _without_record(built, progress, lineage, compared)
     parameters = distinct_parameters(built.model)

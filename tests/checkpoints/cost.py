@@ -81,10 +81,11 @@ class _Run:
         """Seconds and bytes of memory of `work` on this rank."""
         self.comm.vote()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before, began = _status("VmRSS"), time.perf_counter()
+        before, began, cpu = _status("VmRSS"), time.perf_counter(), time.process_time()
         work()
         seconds = time.perf_counter() - began
         self.figures[f"{name}: s"].append(seconds)
+        self.figures[f"{name}: CPU s"].append(time.process_time() - cpu)
         self.figures[f"{name}: MB"].append((_status("VmHWM") - before) / 1e6)
         self.comm.vote()
         return seconds
@@ -187,10 +188,20 @@ def told(ranks: list[Figures]) -> str:
     worst = {name: median(map(max, zip(*(figures[name] for figures in ranks), strict=True))) for name in ranks[0]}
     rows = []
     for name in ("shardrun", "torch.save", "DCP"):
-        row = [name, f"{worst[f'{name} save: s']:.2f}", f"{worst[f'{name} load: s']:.2f}"]
-        row += [f"{worst[f'{name} load, not cached: s']:.2f}", f"{worst[f'{name} save: bytes']:,.0f}"]
+        row = [name]
+        for work in ("save", "load", "load, not cached"):
+            row.append(f"{worst[f'{name} {work}: s']:.2f} ({worst[f'{name} {work}: CPU s']:.2f})")
+        row.append(f"{worst[f'{name} save: bytes']:,.0f}")
         rows.append([*row, f"{worst[f'{name} save: MB']:.0f}", f"{worst[f'{name} load: MB']:.0f}"])
-    header = ["", "save s", "load s", "load not cached s", "bytes on disk", "save memory MB", "load memory MB"]
+    header = [
+        "",
+        "save s (CPU s)",
+        "load s (CPU s)",
+        "load not cached s (CPU s)",
+        "bytes on disk",
+        "save memory MB",
+        "load memory MB",
+    ]
     pause, whole = worst["shardrun save, async: s"], worst["shardrun save: s"]
     return "\n".join(
         [

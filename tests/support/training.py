@@ -127,4 +127,4 @@ def save_now(built: Any, run_dir: Path, step: int) -> Any:
     from shardrun.run.state import Lineage, snapshot_of
 
     lineage = Lineage("run", "attempt", None, None)
-    return save(run_dir, built.comm, snapshot_of(built, Progress(step=step), lineage, {}))
+    return save(run_dir, built.comm, snapshot_of(built, Progress(step=step), lineage))

@@ -65,7 +65,7 @@ def test_the_digest_is_of_parameters_alone_each_once(tmp_path: Path) -> None:
     built = _built(tmp_path)
 
     def digest() -> str:
-        snapshot = snapshot_of(built, Progress(step=1), Lineage("run", "attempt", None, None), {})
+        snapshot = snapshot_of(built, Progress(step=1), Lineage("run", "attempt", None, None))
         assert snapshot.param_sha256 is not None
         return snapshot.param_sha256(snapshot.model)
 
