@@ -52,7 +52,7 @@ class Fetcher:
         try:
             return self._collate(samples)
         except Exception as error:
-            error.add_note(f"while putting samples {_short(task.indices)} of epoch {task.epoch} together")
+            error.add_note(f"while putting samples {_short(task.indices)} of epoch {task.epoch + 1} together")
             raise
 
     def _item(self, task: Task, index: int) -> Any:
@@ -60,7 +60,7 @@ class Fetcher:
         try:
             return self._dataset[index]
         except Exception as error:
-            error.add_note(f"while fetching sample {index} of epoch {task.epoch} ({type(self._dataset).__name__})")
+            error.add_note(f"while fetching sample {index} of epoch {task.epoch + 1} ({type(self._dataset).__name__})")
             raise
 
 

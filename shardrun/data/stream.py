@@ -63,10 +63,10 @@ class Stream:
         for worker in cast(Any, self._batches)._workers:
             worker.join(timeout=1.0)  # its end is seen a little after its connection broke
             if worker.exitcode is not None:
-                raise ShardrunError(
-                    f"data worker {worker.pid} ended with exit code {worker.exitcode} while it fetched micro-batches; "
-                    "-9 is most often a lack of memory: try fewer data.workers or a smaller data.prefetch"
-                ) from error
+                text = f"data worker {worker.pid} ended with exit code {worker.exitcode} while it fetched micro-batches"
+                if worker.exitcode == -signal.SIGKILL:
+                    text += "; most often for lack of memory: try fewer data.workers or a smaller data.prefetch"
+                raise ShardrunError(text) from error
 
     def close(self) -> None:
         """End the workers: torch's orderly way, but by force where the data set's own code keeps one busy."""

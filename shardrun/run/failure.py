@@ -10,13 +10,14 @@ import site
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError
 from shardrun.run.status import Status
+from shardrun.run.worker_error import worker_error
 
 _JOINT = re.compile(r"^rank (\d+): ", re.MULTILINE)
 _OWN = str(Path(__file__).resolve().parents[1])
@@ -84,7 +85,8 @@ class Failure:
 def describe(error: BaseException, rank: int, status: Status, seen: Seen | None = None, world_size: int = 1) -> Failure:
     """The failure that `error` means on `rank`; `seen`: what its communicator knows, if that has failed."""
     cause = _true_cause(error, rank)
-    frames = _frames(cause)
+    there = worker_error(str(cause))
+    frames = _frames(cause) if there is None else _of_users([there.frames])
     file, line = frames[-1][:2] if frames else (None, None)
     if isinstance(cause, SyntaxError) and cause.filename:
         file, line = cause.filename, cause.lineno
@@ -95,8 +97,10 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
         collective=status.collective,
         # A code that user code chose for itself would be read as one of shardrun's own.
         exit_code=cause.exit_code if isinstance(cause, ShardrunError) else 1,
-        type=type(cause).__name__,
-        message=str(cause),
+        type=type(cause).__name__ if there is None else there.type,
+        message="\n".join(filter(None, [str(cause), *getattr(cause, "__notes__", ())]))
+        if there is None
+        else there.message,
         file=file,
         line=line,
         frames=tuple(f"{name}:{number} in {function}" for name, number, function in frames[-6:]),
@@ -195,8 +199,13 @@ def _frames(error: BaseException) -> list[tuple[str, int, str]]:
         ]
         for e in _chain(error)
     ]
+    return _of_users(links)
+
+
+def _of_users(links: Sequence[Sequence[tuple[str, int, str]]]) -> list[tuple[str, int, str]]:
+    """The user's frames of the first of `links` that has some, else all of the first."""
     users = ([frame for frame in frames if _is_user_file(frame[0])] for frames in links)
-    return next(filter(None, users), links[0])
+    return next(filter(None, users), [*links[0]])
 
 
 def _is_user_file(name: str) -> bool:

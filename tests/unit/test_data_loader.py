@@ -257,7 +257,7 @@ def test_an_error_in_an_item_shows_the_users_line(workers: int) -> None:
         run_out(windows)
     text = "".join(str(part) for part in (failure.value, *getattr(failure.value, "__notes__", [])))
     assert "no such picture" in text
-    assert "sample 5 of epoch 0 (Failing)" in text
+    assert "sample 5 of epoch 1 (Failing)" in text
     lines = text if workers else str(failure.getrepr())
     assert 'raise KeyError("no such picture")' in lines
     source.close()
