@@ -130,7 +130,9 @@ def _claims(run_dir: Path, first: Saved, last: Saved) -> tuple[str, tuple[str, .
     passed = [str(step) for step in stops if step > first.step]
     if whole and not passed:
         return f"the resume at step {first.step} gives the same again", tuple(not_claimed)
-    where = f"at step {' and '.join(passed)}" if passed else "somewhere between the two"
+    where = f"at step {passed[0]}" if passed else "somewhere between the two"
+    if len(passed) > 1:
+        where = f"at steps {', '.join(passed[:-1])} and {passed[-1]}"
     claim = (
         f"the run, which was stopped and resumed {where}, is the one that never stopped: the replay went from step "
         f"{first.step} to step {last.step} at one go"

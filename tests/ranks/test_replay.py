@@ -308,7 +308,7 @@ def test_every_stop_that_a_replay_passes_is_told(tmp_path: Path) -> None:
     for stop in (3, 5, 7):
         trained(asked, stop_at=stop)
     run_dir = trained(asked).run_dir
-    assert "stopped and resumed at step 3 and 5 and 7, is" in choose(run_dir, "2", "8").claim
+    assert "stopped and resumed at steps 3, 5 and 7, is" in choose(run_dir, "2", "8").claim
     pair = choose(run_dir, "5", "8")
     assert "stopped and resumed at step 7, is" in pair.claim
     assert "did not stop at step 5" in pair.not_claimed[0]
