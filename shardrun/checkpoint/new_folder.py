@@ -51,9 +51,12 @@ def new_folder(target: Path, needed: int) -> Iterator[Path]:
 
 
 def _clear_leftovers(target: Path) -> None:
-    for left in sorted(target.parent.glob(f".{target.name}.*.part")):
-        with contextlib.suppress(BlockingIOError), _held(left):  # another process may be at work in it
-            remove_tree(left)
+    for name in sorted(os.listdir(target.parent)):
+        if name.startswith(f".{target.name}.") and name.endswith(".part"):
+            left = target.parent / name
+            # Another process may be at work in it, or have just removed it; and a file is none of ours.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError, NotADirectoryError), _held(left):
+                remove_tree(left)
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def test_killed_anywhere_it_leaves_the_whole_checkpoint_or_none(
     of_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses nothing that it wrote
-    target, whole, number = tmp_path / "out", [], 0
+    target, whole, number = tmp_path / "out[1]", [], 0
     while True:
         number += 1
         child = os.fork()
@@ -179,7 +179,7 @@ def test_killed_anywhere_it_leaves_the_whole_checkpoint_or_none(
         _, status = os.waitpid(child, 0)
         whole.append(is_checkpoint(target))
         assert whole[-1] or not target.exists()
-        assert not [path for path in tmp_path.iterdir() if path != target and not path.name.startswith(".out.")]
+        assert not [path for path in tmp_path.iterdir() if path != target and not path.name.startswith(".out[1].")]
         if whole[-1]:
             assert inspect(target, verify=True)["good"]
             durable.remove_tree(target)
@@ -188,8 +188,9 @@ def test_killed_anywhere_it_leaves_the_whole_checkpoint_or_none(
             break
     assert (whole.count(False), whole.count(True)) == (number - 2, 2)  # after the rename comes one more fsync
     assert number > 30
+    (tmp_path / ".out[1].notes.part").write_text("a file of somebody")
     reshard(of_one, target, 2)
-    assert list(tmp_path.iterdir()) == [target]  # what the killed ones left is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out[1].notes.part", "out[1]"]  # what was left is gone
 
 
 @pytest.mark.parametrize("call", ["mkdir", "create", "write", "fsync", "rename"])
