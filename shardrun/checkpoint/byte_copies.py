@@ -16,31 +16,37 @@ from shardrun.errors import CheckpointError
 from shardrun.records.durable import create_file, make_folder, sync_file, write_all
 from shardrun.records.header import FileDigest, read_exactly, read_header_of
 
-CHUNK = 4 << 20
-"""Bytes that are in memory at a time."""
+CHUNK = 1 << 20
+"""Bytes that are in memory at a time; both threads still find them in the cache."""
 
 
 class Target:
-    """A new file that is written from its beginning to its end."""
+    """A new file that is written from its beginning to its end, and `hashed` on the way if its hash is not known."""
 
-    def __init__(self, path: Path, head: bytes) -> None:
+    def __init__(self, path: Path, head: bytes, *, hashed: bool = True) -> None:
         make_folder(path.parent, exist_ok=True)
         self._path = path
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if hashed else None
         self._size = 0
         self._descriptor = create_file(path)
         self.write(memoryview(head))
 
     def write(self, data: memoryview) -> None:
         """Append `data`."""
-        self._digest.update(data)
+        if self._digest is not None:
+            self._digest.update(data)
         write_all(self._descriptor, data, self._path)
         self._size += data.nbytes
 
     def finish(self) -> FileDigest:
         """Make the file durable; its size and hash."""
-        sync_file(self._descriptor, self._path)
+        assert self._digest is not None
+        self.sync()
         return FileDigest(self._size, self._digest.hexdigest())
+
+    def sync(self) -> None:
+        """Make the file durable."""
+        sync_file(self._descriptor, self._path)
 
     def close(self) -> None:
         """Close it, finished or not."""
@@ -114,16 +120,16 @@ class Copier:
         """A file of the checkpoint by its entry in the manifest, for a `with` block."""
         return contextlib.closing(Source(self.checkpoint, entry, self.hasher))
 
-    def target(self, relative: str, head: bytes) -> contextlib.closing[Target]:
+    def target(self, relative: str, head: bytes, *, hashed: bool = True) -> contextlib.closing[Target]:
         """A new file that begins with `head`, for a `with` block."""
-        return contextlib.closing(Target(self.staging / relative, head))
+        return contextlib.closing(Target(self.staging / relative, head, hashed=hashed))
 
     def copy_file(self, entry: Mapping[str, Any]) -> None:
         """Copy a file as it is; it is durable then, and its hash compared."""
-        with self.source(entry) as source, self.target(entry["path"], source.head) as target:
+        with self.source(entry) as source, self.target(entry["path"], source.head, hashed=False) as target:
             source.copy(source.header.data_offset, source.header.file_bytes, target)
             source.finish()
-            target.finish()
+            target.sync()
 
     def check_file(self, entry: Mapping[str, Any]) -> None:
         """Read a file of which nothing is copied, for its hash."""
