@@ -98,9 +98,7 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
         # A code that user code chose for itself would be read as one of shardrun's own.
         exit_code=cause.exit_code if isinstance(cause, ShardrunError) else 1,
         type=type(cause).__name__ if there is None else there.type,
-        message="\n".join(filter(None, [str(cause), *getattr(cause, "__notes__", ())]))
-        if there is None
-        else there.message,
+        message=str(cause) if there is None else there.message,
         file=file,
         line=line,
         frames=tuple(f"{name}:{number} in {function}" for name, number, function in frames[-6:]),

@@ -11,8 +11,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<fu
 
 @dataclass(frozen=True)
 class WorkerError:
-    """The error as it was raised there. `frames`: (file, line, function), outermost first; of its cause, if it has one,
-    nothing is told."""
+    """The error as it was raised there; `frames`: (file, line, function), outermost first, none of its causes."""
 
     type: str
     message: str

@@ -73,6 +73,14 @@ def test_it_is_told_with_its_place_in_the_file_of_the_user(act: Callable[[], Non
     assert "Original Traceback" in found.traceback
 
 
+def test_notes_of_the_rank_itself_are_for_the_log() -> None:
+    error = ValueError("bad label 7")
+    error.add_note("the last collectives of rank 1: ...")
+    found = describe(error, 1, Status(1, "data", 3))
+    assert found.message == "bad label 7"
+    assert "the last collectives" in found.traceback
+
+
 @pytest.mark.parametrize(
     "text",
     [
