@@ -32,6 +32,7 @@ from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records import durable
 from shardrun.records.header import read_header, write_safetensors
+from shardrun.records.record import Zero2Record
 from shardrun.records.reshard import copies, cut_again
 from shardrun.records.tensors import tensor_bytes
 from shardrun.shard.layout import Entry, plan_layout
@@ -155,6 +156,36 @@ def test_no_torch_is_needed(of_one: Path, tmp_path: Path) -> None:
     assert (told["step"], told["before"], told["world_size"]) == (3, 1, 2)
     assert "random streams begin anew" in told["claim"]
     assert inspect(tmp_path / "out", verify=True)["good"]
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from shardrun.checkpoint.reshard import reshard
+
+def status(key):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+reshard(Path(sys.argv[1]), Path(sys.argv[2]), 3)
+print(status("VmHWM") - before)
+"""
+
+
+def test_memory_is_that_of_chunks_and_not_of_tensors(tmp_path: Path) -> None:
+    numel = 8_000_000
+    layout = plan_layout([Entry("p00", numel, "float32", 0)], 100)
+    meta = {
+        "version": 1, "group": "default", "rank": 0, "world_size": 1, "step_count": 3, "contract": contract([numel]),
+        "layout": layout.to_json(), "fragments": {"p00": [0, numel]},
+    }  # fmt: skip
+    record = Zero2Record(meta, {"p00/exp_avg": torch.ones(numel)})
+    made = Snapshot(3, {"param_sha256": "x"}, {"p00": torch.ones(numel)}, records={"default": record})
+    source = save(tmp_path / "run", ALONE, made).path
+    words = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 << 20  # the tensors have 32 MB each
 
 
 # ---- all or nothing --------------------------------------------------------------------------------------------------
