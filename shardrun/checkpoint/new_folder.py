@@ -23,9 +23,9 @@ def new_folder(target: Path, needed: int) -> Iterator[Path]:
     UsageError if `target` is there already; CheckpointError for what the disk does not take, with both sizes.
     """
     target = Path(os.path.abspath(target))
+    if os.path.lexists(target):
+        raise _taken(target)
     try:
-        if os.path.lexists(target):
-            raise FileExistsError
         make_folder(target.parent, exist_ok=True)
         _clear_leftovers(target)
         if needed > (free := shutil.disk_usage(target.parent).free):
@@ -37,17 +37,30 @@ def new_folder(target: Path, needed: int) -> Iterator[Path]:
                 yield staging
                 for folder, _, _ in os.walk(staging, topdown=False):
                     sync_folder(Path(folder))
-                rename_new(staging, target)
-            sync_folder(target.parent)
+                _rename(staging, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 remove_tree(staging)
             raise
-    except FileExistsError:
-        raise UsageError(f"{target}: is there already and is left as it is; give a name that is not taken") from None
     except OSError as error:
         told = f"{error.strerror} ({error.filename or 'while writing'})"
         raise CheckpointError(f"{target}: cannot be written: {told}; {needed:,} bytes are needed there") from error
+    try:
+        sync_folder(target.parent)
+    except OSError as error:
+        told = f"is whole, but whether it would survive a power cut is not known: {error.strerror}"
+        raise CheckpointError(f"{target}: {told}") from error
+
+
+def _rename(staging: Path, target: Path) -> None:
+    try:
+        rename_new(staging, target)
+    except FileExistsError:
+        raise _taken(target) from None
+
+
+def _taken(target: Path) -> UsageError:
+    return UsageError(f"{target}: is there already and is left as it is; give a name that is not taken")
 
 
 def _clear_leftovers(target: Path) -> None:

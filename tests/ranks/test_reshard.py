@@ -239,6 +239,35 @@ def test_a_failing_disk_leaves_nothing(of_two: Path, tmp_path: Path, call: str) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fails_after_the_rename_is_told_as_such(of_one: Path, tmp_path: Path) -> None:
+    def fail(made: str, path: Path) -> None:
+        if made == "fsync" and path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    durable.on_io = fail
+    try:
+        with pytest.raises(
+            CheckpointError, match="out: is whole, but whether it would survive a power cut is not known"
+        ):
+            reshard(of_one, tmp_path / "out", 3)
+    finally:
+        durable.on_io = durable._silent
+    assert inspect(tmp_path / "out", verify=True)["good"]
+
+
+def test_a_source_that_cannot_be_read_is_named(of_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytearray:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("shardrun.checkpoint.byte_copies.read_exactly", fail)
+    with pytest.raises(CheckpointError, match=f"{of_one}/model.safetensors: cannot be read: Input/output error"):
+        reshard(of_one, tmp_path / "out", 3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/out: cannot be written: File exists \(.*/file\); "):
+        reshard(of_one, tmp_path / "file" / "out", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_another_process_is_writing_is_left_alone(of_two: Path, tmp_path: Path) -> None:
     seen: list[Path] = []
 
