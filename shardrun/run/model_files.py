@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from shardrun.errors import CheckpointError, by_all
 from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built
 from shardrun.run.model import distinct_parameters, named_tensors
+from shardrun.run.replicas import digests_of, joint_digest
 
 
 def model_parts(comm: Communicator, model: Mapping[str, Tensor], aliases: Mapping[str, str]) -> ModelParts:
@@ -44,21 +45,29 @@ def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:
     Collective over the world where ranks have different parts of the model. All ranks have read the same bytes, so one
     looks at each file: the first that has all of what is in it.
     """
+    saved = loaded.manifest["param_sha256"]
+    # The first saves of this format hashed every byte of the parameters, later ones the digests that ranks compare.
+    found = _parameters_digest(built, loaded, lambda tensors: joint_digest(digests_of(tensors)))
+    if found in (None, saved) or _parameters_digest(built, loaded, tensors_sha256) == saved:
+        return []
+    assert found is not None
+    return [
+        f"its parameters (digest {found[:16]}) are not those that the ranks agreed on when it was saved "
+        f"({saved[:16]}); go on from an older one with --resume-from, and look for faulty memory"
+    ]
+
+
+def _parameters_digest(built: Built, loaded: Loaded, of: Callable[[Mapping[str, Tensor]], str]) -> str | None:
+    """One digest of what was read of all files of the model; None where another rank looks, or nobody can."""
     parameters, mine = distinct_parameters(built.model), named_tensors(built.model).keys()
     readers = {path: held for path, held in loaded.model_files.items() if mine >= {*held}}
     digests = {
-        path: tensors_sha256({name: loaded.model[name] for name in parameters if name in held})
+        path: of({name: loaded.model[name] for name in parameters if name in held})
         for path, held in (readers if built.spread or built.comm.rank == 0 else {}).items()
     }
     every = built.comm.agree("parameter digests", digests) if built.spread else [digests]
     if not built.spread and built.comm.rank != 0:
-        return []
+        return None
     files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
     found = [next((one[path] for one in every if path in one), "") for path in files]
-    saved = loaded.manifest["param_sha256"]
-    if not all(found) or joined_digest(found) == saved:
-        return []
-    return [
-        f"its parameters (sha256 {joined_digest(found)[:16]}) are not those that the ranks agreed on when it was saved "
-        f"({saved[:16]}); go on from an older one with --resume-from, and look for faulty memory"
-    ]
+    return joined_digest(found) if all(found) else None

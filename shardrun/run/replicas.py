@@ -71,7 +71,17 @@ def _holders(path: str, every: Sequence[Mapping[str, str]], *, some: bool) -> di
 
 def parameter_digests(model: nn.Module) -> dict[str, str]:
     """The digest of every parameter by path, tied ones once; local."""
-    return {path: digest(parameter.data) for path, parameter in distinct_parameters(model).items()}
+    return digests_of({path: parameter.data for path, parameter in distinct_parameters(model).items()})
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each tensor; local."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def joint_digest(digests: Mapping[str, str]) -> str:
+    """sha256 (hex) over names and digests, in their order."""
+    return hashlib.sha256("\n".join(f"{name} {one}" for name, one in digests.items()).encode()).hexdigest()
 
 
 def digest(tensor: Tensor) -> str:

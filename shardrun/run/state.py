@@ -27,7 +27,7 @@ from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_dev
 from shardrun.errors import CheckpointError, DivergenceError, by_all
 from shardrun.records.fit import group_violations
 from shardrun.records.record import ShardRecord
-from shardrun.records.tensors import host_copy, tensors_sha256
+from shardrun.records.tensors import host_copy
 from shardrun.run.build import Built
 from shardrun.run.changes import changes, of_world_size, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.groups import members
@@ -35,7 +35,7 @@ from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers,
 from shardrun.run.model_files import model_parts, parameter_misfits
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
-from shardrun.run.replicas import digest
+from shardrun.run.replicas import digests_of, joint_digest
 from shardrun.run.resharding import Source
 
 _BUFFER = "buffer/"
@@ -91,7 +91,7 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
         model=model,
         aliases=aliases,
         rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
-        param_sha256=partial(_sha256_of_compared, progress.step, [*distinct_parameters(built.model)], compared),
+        param_sha256=partial(_joint_digest, progress.step, [*distinct_parameters(built.model)], compared),
         parts=model_parts(built.comm, model, aliases) if built.spread else None,
     )
 
@@ -100,16 +100,16 @@ def _records(built: Built) -> dict[str, ShardRecord]:
     return {group.record_name: group.sharded.to_record() for group in built.groups}
 
 
-def _sha256_of_compared(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
-    """sha256 (hex) over the parameters in `model` by name, tied ones once."""
-    names = [name for name in names if name in model]
-    changed = [name for name in names if compared and digest(model[name]) != compared[name]]
+def _joint_digest(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over the digests of the parameters in `model` by name, tied ones once."""
+    digests = digests_of({name: model[name] for name in names if name in model})
+    changed = [name for name, one in digests.items() if compared and one != compared[name]]
     if changed:
         raise DivergenceError(
-            f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(names)} parameters in all) has "
+            f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(digests)} parameters in all) has "
             "changed since it was compared; look for faulty memory, and for a recipe that writes to its parameters"
         )
-    return tensors_sha256({name: model[name] for name in names})
+    return joint_digest(digests)
 
 
 def _refuse_grown_buffers(built: Built) -> None:

@@ -15,6 +15,7 @@ from shardrun.config.load import from_mapping
 from shardrun.data import seeding
 from shardrun.data.seeding import rng_states, seed_all
 from shardrun.errors import CheckpointError, DivergenceError
+from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters, named_buffers
 from shardrun.run.progress import Progress
@@ -103,6 +104,17 @@ def test_what_changes_after_it_was_set_aside_is_not_saved_or_is_told(tmp_path: P
     assert torn.param_sha256 is not None
     with pytest.raises(DivergenceError, match=r"norm_a.bias \(1 of .* has changed since it was compared"):
         torn.param_sha256(torn.model)
+
+
+def test_parameters_are_those_that_were_compared_at_the_save(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    loaded = _saved(built, tmp_path)
+    names = distinct_parameters(built.model)
+    loaded.manifest["param_sha256"] = tensors_sha256({name: loaded.model[name] for name in names})
+    restore(built, loaded)  # as the first saves of this format had it
+    loaded.manifest["param_sha256"] = "0" * 64
+    with pytest.raises(CheckpointError, match=r"its parameters \(digest .* are not those that the ranks agreed on"):
+        restore(built, loaded)
 
 
 def test_a_restore_brings_everything_back(tmp_path: Path) -> None:
