@@ -6,7 +6,7 @@ them. Nothing is written; see `reshard` for a checkpoint of the whole world, whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,18 @@ from shardrun.checkpoint.reshard import RESHARDED
 from shardrun.checkpoint.together import together
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
-from shardrun.records.fit import differences, holds_whole
-from shardrun.records.record import record_of
+from shardrun.records.fit import differences, holds_whole, shared_differences
+from shardrun.records.record import record_key, record_of
 
-_SPEC = ("shape", "dtype", "trainable")
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of the model: names of its tensors, further names of tied ones -> the first, and its buffers."""
+
+    names: Collection[str]
+    aliases: Mapping[str, str]
+    buffers: Collection[str]
+    """As the rank's state names them."""
 
 
 @dataclass
@@ -44,37 +52,44 @@ class _Files:
                 found.append((held[0], held[1], entry))
         return sorted(found, key=lambda one: one[:2])
 
-    def tensors(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """All tensors of a file; CheckpointError unless it is as registered."""
+    def of_path(self, entry: Mapping[str, Any], path: str) -> Iterator[tuple[str, Tensor]]:
+        """What a file has of a parameter, by name; CheckpointError unless the file is as registered."""
         if entry["path"] not in self._read:
             self._read[entry["path"]] = read_verified(self.checkpoint, entry)[1]
-        return self._read[entry["path"]]
+        for name, tensor in self._read[entry["path"]].items():
+            if record_key(name)[0] == path:
+                yield name, tensor
+
+    def step_count(self, paths: Collection[str]) -> int:
+        """Steps of the groups that have any of these parameters; of several the most: a part of a model that no token
+        reached has stood still, and the ranks that hold it from here on count together."""
+        records = [entry for entry in self.manifest["files"] if entry["role"] == "record"]
+        return max((e["meta"]["step_count"] for e in records if not e["fragments"].keys().isdisjoint(paths)), default=0)
 
 
 def load_regrouped(
     checkpoint: Path,
     comm: Communicator,
     metas: Mapping[str, Mapping[str, Any]],
-    names: Collection[str],
+    held: Held,
     numerics: Mapping[str, Any],
 ) -> Loaded:
-    """What this rank needs of a checkpoint: the model's tensors `names`, and records for its sessions.
+    """What this rank needs of a checkpoint: what it has of the model, and records for its sessions.
 
     `metas`: their `record_meta()`, by the names of their records; `numerics`: what has to be as it was saved. Every
-    rank of the world calls it; nothing is changed. CheckpointError on all ranks if a file is damaged, or a parameter,
-    an optimizer or a number does not fit.
+    rank of the world calls it; nothing is changed. CheckpointError on all ranks if a file is damaged, if a parameter,
+    an optimizer or a number does not fit, or if no rank has what the checkpoint holds.
     """
     loaded: list[Loaded] = []
 
-    def look() -> dict[str, list[str]]:
+    def look() -> dict[str, Any]:
         manifest, _ = read_manifest(checkpoint)
         model = RankFiles()
-        read_model(model, checkpoint, manifest, names)
+        read_model(model, checkpoint, manifest, held.names)
         model.model |= {alias: model.model[n] for alias, n in manifest["aliases"].items() if n in model.model}
-        misfits = [f"model: {name} is not in the checkpoint" for name in sorted({*names} - {*model.model})]
         saved = {key: manifest.get("numerics", {}).get(key) for key in numerics}
         unlike = [f"{line} (--accept-changes)" for line in differences(saved, dict(numerics), "numerics")]
-        found = [*model.problems, *misfits, *unlike]
+        found = [*model.problems, *_model_misfits(model.model, held), *unlike]
         files = _Files(checkpoint, manifest)
         records, sections = {}, {}
         for name, meta in metas.items():
@@ -82,34 +97,56 @@ def load_regrouped(
             found += problems
             if not found:
                 records[name] = record_of(*_collected(files, meta))
-        state = _state(checkpoint, manifest, comm.rank) if not found else {}
+        state = _state(checkpoint, manifest, comm.rank, held.buffers) if not found else {}
         sealed = {**manifest, "groups": sections, RESHARDED: {"world_size": manifest["topology"]["world_size"]}}
         loaded.append(
             Loaded(manifest["step"], checkpoint, sealed, model.model, records, state, model_files=model.model_files)
         )
-        return {"problems": found}
+        return {"problems": found, "left": _left(manifest, held.names, metas.values())}
 
-    problems = [line for vote in together(comm, "regroup", look) for line in vote["problems"]]
-    if problems:
+    votes = together(comm, "regroup", look)
+    problems = [line for vote in votes for line in vote["problems"]]
+    if problems := problems or sorted(set.intersection(*({*vote["left"]} for vote in votes))):
         told = "\n  ".join([f"checkpoint {checkpoint} does not fit this run:", *dict.fromkeys(problems)])
         raise CheckpointError(told)
     return loaded[0]
 
 
+def _model_misfits(found: Mapping[str, Tensor], held: Held) -> list[str]:
+    """What this rank has and the checkpoint has not, or has as several tensors."""
+    missing = [f"model: {name} is not in the checkpoint" for name in sorted({*held.names} - {*found})]
+    untied = [
+        f"{alias}: saved as a tensor of its own, this run tied to {name}"
+        for alias, name in sorted(held.aliases.items())
+        if alias in found and name in found and found[alias] is not found[name]
+    ]
+    return missing + untied
+
+
+def _left(manifest: Mapping[str, Any], names: Collection[str], metas: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the checkpoint holds and this rank does not take up, a line each: lost, if no rank does."""
+    trained = {spec["path"] for meta in metas for spec in meta["contract"]}
+    saved = {spec["path"] for group in manifest["groups"].values() for spec in group["contract"]}
+    return [
+        *(
+            f"model: {name} is in the checkpoint, no rank of this run has it"
+            for name in {*manifest["model"]} - {*names}
+        ),
+        *(f"{path}: the checkpoint trains it, this run does not" for path in saved - trained),
+    ]
+
+
 def _section(manifest: Mapping[str, Any], name: str, meta: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A group's section as this world would have saved it, and what of it does not fit."""
-    found, optimizers = [], []
-    wanted = {spec["path"]: spec for spec in meta["contract"]}
+    found: list[str] = []
+    optimizers: list[dict[str, Any]] = []
+    wanted = {spec["path"] for spec in meta["contract"]}
     for group in manifest["groups"].values():
-        saved = {spec["path"]: spec for spec in group["contract"]}
-        for path in sorted(wanted.keys() & saved.keys()):
-            for key in _SPEC:
-                if saved[path][key] != wanted[path][key]:
-                    found.append(f"{path}: {key} saved {saved[path][key]}, this run {wanted[path][key]}")
-        if wanted.keys() & saved.keys():
+        found += shared_differences(group["contract"], meta["contract"])
+        if not wanted.isdisjoint(spec["path"] for spec in group["contract"]):
             optimizers.append({**group["optimizer"], **_owners(meta)})
     held = {spec["path"] for group in manifest["groups"].values() for spec in group["contract"]}
-    found += [f"{path}: this run trains it, the checkpoint does not" for path in sorted(wanted.keys() - held)]
+    found += [f"{path}: this run trains it, the checkpoint does not" for path in sorted(wanted - held)]
     for other in optimizers[1:]:
         found += [f"{name} of several groups: {line}" for line in differences(optimizers[0], other, "optimizer")]
     return {**{key: meta[key] for key in ("contract", "layout")}, "optimizer": (optimizers or [{}])[0]}, found
@@ -123,9 +160,7 @@ def _owners(meta: Mapping[str, Any]) -> dict[str, Any]:
 def _collected(files: _Files, meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Meta and tensors of a record with the fragments of `meta`, out of those in the files."""
     tensors: dict[str, Tensor] = {}
-    counts: set[int] = set()
     listed: dict[str, Any] = {}
-    whole = holds_whole(meta)
     for path, (start, stop) in meta["fragments"].items():
         holders = files.holders(path, start, stop)
         covered = sum(min(stop, high) - max(start, low) for low, high, _ in holders)
@@ -133,39 +168,35 @@ def _collected(files: _Files, meta: Mapping[str, Any]) -> tuple[dict[str, Any], 
             raise CheckpointError(
                 f"{files.checkpoint}: {covered:,} of elements [{start}, {stop}) of {path} are in its records"
             )
-        if not whole:
-            holders = [*files.holders(path, 0, 1), *holders] if start else holders  # scalars stand with element 0
-        tensors |= dict(_of_path(files, path, (start, stop), holders, whole))
-        counts |= {entry["meta"]["step_count"] for _, _, entry in holders}
+        tensors |= dict(_of_path(files, path, (start, stop), whole=holds_whole(meta)))
         for _, _, entry in holders:
             listed |= {path: entry["meta"]["state"][path]} if path in entry["meta"].get("state", {}) else {}
-    if len(counts) > 1:
-        raise CheckpointError(f"{files.checkpoint}: records of one group are of different steps: {sorted(counts)}")
     state = {"state": listed} if "state" in meta else {}
-    return {**meta, "step_count": max(counts, default=0), **state}, tensors
+    return {**meta, "step_count": files.step_count({spec["path"] for spec in meta["contract"]}), **state}, tensors
 
 
-def _of_path(
-    files: _Files, path: str, extent: tuple[int, int], holders: list[tuple[int, int, dict[str, Any]]], whole: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """ "<path>/<key>" and its elements of `extent`, or the scalar."""
+def _of_path(files: _Files, path: str, extent: tuple[int, int], *, whole: bool) -> Iterator[tuple[str, Tensor]]:
+    """ "<path>/<key>" and its elements of `extent`, or all of it where it is `whole`; scalars stand with element 0."""
     start, stop = extent
     parts: dict[str, list[Tensor]] = {}
-    for low, high, entry in holders:
-        for name, tensor in files.tensors(entry).items():
-            if name.rpartition("/")[0] != path:
-                continue
-            if whole or tensor.dim() == 0:
-                parts[name] = [tensor]
-            elif max(start, low) < min(stop, high):
+    for _, _, entry in files.holders(path, 0, 1):
+        parts |= {name: [tensor] for name, tensor in files.of_path(entry, path) if whole or tensor.dim() == 0}
+    for low, high, entry in () if whole else files.holders(path, start, stop):
+        for name, tensor in files.of_path(entry, path):
+            if tensor.dim():
                 parts.setdefault(name, []).append(tensor[max(start, low) - low : min(stop, high) - low])
     for name, held in parts.items():
         yield name, held[0] if len(held) == 1 else torch.cat(held)
 
 
-def _state(checkpoint: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """Buffers of the rank that has its place modulo the saved world; random streams begin anew."""
-    source = rank % manifest["topology"]["world_size"]
-    entry = next(one for one in manifest["files"] if one["role"] == "state" and one["rank"] == source)
-    tensors = read_verified(checkpoint, entry)[1]
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("buffer/")}
+def _state(checkpoint: Path, manifest: Mapping[str, Any], rank: int, names: Collection[str]) -> dict[str, Tensor]:
+    """Buffers `names`, of the rank that has this one's place modulo the saved world or, what that one has not, of the
+    next one that has it; random streams begin anew."""
+    world_size = manifest["topology"]["world_size"]
+    entries = [entry for entry in manifest["files"] if entry["role"] == "state"]
+    found: dict[str, Tensor] = {}
+    for entry in sorted(entries, key=lambda entry: (entry["rank"] - rank) % world_size):
+        if missing := {*names} - {*found}:
+            held = read_verified(checkpoint, entry)[1]
+            found |= {name: held[name] for name in missing & {*held}}
+    return found

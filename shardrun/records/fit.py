@@ -94,6 +94,13 @@ def contract_differences(saved: list[dict[str, Any]], expected: list[dict[str, A
             yield from _spec_differences(path, before[path], now[path])
 
 
+def shared_differences(saved: list[dict[str, Any]], expected: list[dict[str, Any]]) -> Iterator[str]:
+    """One line per path of both contracts that has another shape, dtype, trainable flag or tie."""
+    before, now = _by_path(Contract.from_json(saved)), _by_path(Contract.from_json(expected))
+    for path in sorted(before.keys() & now.keys()):
+        yield from _spec_differences(path, before[path], now[path])
+
+
 def _by_path(contract: Contract) -> dict[str, tuple[ParameterSpec, str]]:
     return {spec.path: (spec, contract.specs[spec.alias].path) for spec in contract.specs}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
-from shardrun.checkpoint.regroup import load_regrouped
+from shardrun.checkpoint.regroup import Held, load_regrouped
 from shardrun.checkpoint.reshard import CLAIM, RESHARDED
 from shardrun.checkpoint.snapshot import model_specs
 from shardrun.checkpoint.store import candidates
@@ -216,7 +216,9 @@ def _regrouped(built: Built, source: Source, accepts: bool) -> Loaded:
     metas = {group.record_name: group.sharded.record_meta() for group in built.groups}
     now = {} if accepts else numerics(built)
     now.pop("seam", None)  # follows from the world
-    return load_regrouped(source.path, built.comm, metas, named_tensors(built.model).keys(), now)
+    names, buffers = named_tensors(built.model).keys(), named_buffers(built.model)
+    held = Held(names, tied_names(built.model), [_BUFFER + name for name in buffers])
+    return load_regrouped(source.path, built.comm, metas, held, now)
 
 
 def _judge_changes(built: Built, loaded: Loaded, source: Source, accepts: bool) -> None:

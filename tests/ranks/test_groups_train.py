@@ -311,10 +311,14 @@ def _together(ranks: list[list[tuple[str, int, torch.Tensor]]]) -> dict[str, tor
     }
 
 
-@pytest.mark.parametrize(("replicas", "experts"), [(2, 1), (1, 4), (1, 2)])
-def test_experts_move_to_other_ranks_with_all_their_state(tmp_path: Path, replicas: int, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("saved", "replicas", "experts"), [((2, 2), 2, 1), ((2, 2), 1, 4), ((2, 2), 1, 2), ((1, 2), 2, 2), ((1, 1), 1, 4)]
+)
+def test_experts_move_to_other_ranks_with_all_their_state(
+    tmp_path: Path, saved: tuple[int, int], replicas: int, experts: int
+) -> None:
     """To the bit; it has to be asked for; and training goes on from there."""
-    before = trained(moe(tmp_path / "before", 2, 2, steps=4), stop_at=2)
+    before = trained(moe(tmp_path / "before", *saved, steps=4), stop_at=2)
     config = moe(tmp_path / "before", replicas, experts, steps=4)
     refused = train(config)
     assert set(refused.codes) <= {2, 3}
