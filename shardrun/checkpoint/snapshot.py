@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardrun.checkpoint.files import MODEL_METADATA, file_metadata, kept_on_disk
 from shardrun.checkpoint.manifest import canonical_json, is_plain_name
 from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
 from shardrun.checkpoint.store import model_file, record_file, state_file
@@ -17,7 +18,7 @@ from shardrun.records.fit import holds_whole, piece_violations
 from shardrun.records.header import TensorBytes
 from shardrun.records.header_parser import DTYPE_NAMES
 from shardrun.records.record import ShardRecord, record_key
-from shardrun.records.tensors import host_bytes, tensor_bytes
+from shardrun.records.tensors import form_bytes, host_bytes, tensor_bytes
 from shardrun.shard.contract import Contract
 
 # What of a record's meta describes its group; it stands once in the manifest. The rest stands beside each file.
@@ -94,7 +95,7 @@ def plan_of(snapshot: Snapshot, rank: int, world_size: int) -> Plan:
 
 def model_specs(model: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """{name: [dtype, shape]} of a model, as in the manifest and in what `load` expects."""
-    described = {name: tensor_bytes(name, tensor) for name, tensor in model.items()}
+    described = {name: form_bytes(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.items()}
     return {name: [DTYPE_NAMES[one.dtype], list(one.shape)] for name, one in described.items()}
 
 
@@ -125,7 +126,7 @@ def planned_files(snapshot: Snapshot, rank: int, world_size: int) -> list[Planne
             raise CheckpointError(f"aliases {tied} do not point from a name that is not stored to one that is")
         writers = [0] if snapshot.parts is None else list(snapshot.parts.writers)
         path = model_file(writers.index(rank), len(writers))
-        files.append(_planned(snapshot, path, written, {"format": "pt"}, {"role": "model", "rank": rank}))
+        files.append(_planned(snapshot, path, written, MODEL_METADATA, {"role": "model", "rank": rank}))
     for group, record in snapshot.records.items():
         files.append(_planned_record(snapshot, group, record, rank))
     entry = {"role": "state", "rank": rank}
@@ -141,11 +142,7 @@ def _planned_record(snapshot: Snapshot, group: str, record: ShardRecord, rank: i
     misfits = piece_violations(fragments, _shaped(record.tensors), whole=whole)
     if misfits:
         raise CheckpointError(f"record of group {group} is not whole: " + "; ".join(misfits))
-    kept = {
-        name: tensor
-        for name, tensor in record.tensors.items()
-        if tensor.dim() or fragments[record_key(name)[0]][0] == 0
-    }
+    kept = kept_on_disk(record.tensors, {name: t.dim() for name, t in record.tensors.items()}, fragments)
     own = {key: value for key, value in record.meta.items() if key not in (*GROUP_SECTIONS, "group", "fragments")}
     entry = {"role": "record", "rank": rank, "group": group, "fragments": fragments, "meta": own}
     path = record_file(group, record.meta["rank"], record.meta["world_size"], "zero1" if whole else "zero2")
@@ -160,8 +157,7 @@ def _shaped(tensors: Mapping[str, Tensor]) -> dict[str, TensorBytes]:
 def _planned(
     snapshot: Snapshot, path: str, tensors: Mapping[str, Tensor], metadata: dict[str, str], entry: dict[str, Any]
 ) -> PlannedFile:
-    run = snapshot.manifest.get("run")
-    told = {**metadata, "step": str(snapshot.step), **({"run": run} if isinstance(run, str) else {})}
+    told = file_metadata(snapshot.step, snapshot.manifest.get("run"), metadata)
     return PlannedFile(path, _shaped(tensors), told, entry)
 
 

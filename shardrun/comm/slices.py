@@ -53,6 +53,19 @@ def slice_sizes(bucket: Tensor, own: Tensor, splits: Sequence[int] | None, group
     return sizes
 
 
+def sent_bytes(splits: Sequence[int], rank: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that `rank` sends to all others to reduce a bucket of these slices in FP32, and to gather it.
+
+    As `ExchangeSeam` does it; a ring of NCCL sends as much where slices are equal. `itemsize`: bytes of a gathered
+    element. What a collective adds by itself is not counted.
+    """
+    others, own = len(splits) - 1, splits[rank]
+    if others == 0:
+        return 0, 0
+    empty = splits.count(0) - (own == 0)
+    return 4 * (sum(splits) - own + empty), others * max(own * itemsize, 1)
+
+
 def _cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:
     """The slices of `bucket`, as views."""
     flat = bucket.view(-1)

@@ -263,7 +263,7 @@ class SliceOptimizer(GroupedOptimizer):
         listed = {}
         for piece in self._all_pieces:
             if not piece.spec.eager:
-                names = piece.spec.recorded(0) if self.optimizer.state[piece.leaf] else ()
+                names = piece.spec.recorded((0,)) if self.optimizer.state[piece.leaf] else ()
                 listed[piece.path] = sorted(names)
         return listed if any(not spec.eager for spec in self._specs.values()) else None
 
@@ -276,7 +276,7 @@ class SliceOptimizer(GroupedOptimizer):
             specs[piece.path] = piece.spec
         expected: Shapes = {}
         for path, spec in specs.items():
-            wanted = {f"{path}/{name}": shape for name, shape in spec.recorded(numels[path]).items()}
+            wanted = {f"{path}/{name}": shape for name, shape in spec.recorded((numels[path],)).items()}
             if spec.eager or any(name in held for name in wanted):
                 expected |= wanted
         return expected
@@ -288,7 +288,7 @@ class SliceOptimizer(GroupedOptimizer):
             state: dict[str, Any] = {}
             low = taken.get(piece.path, 0)
             taken[piece.path] = high = low + piece.leaf.numel()
-            for name in piece.spec.recorded(0):
+            for name in piece.spec.recorded((0,)):
                 held = tensors.get(f"{piece.path}/{name}")
                 if held is None:
                     continue

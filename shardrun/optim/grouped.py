@@ -35,8 +35,7 @@ class GroupedOptimizer:
     ) -> None:
         self.kind = kind
         self.lr_scales = [1.0, *(group.lr_scale for group in option_groups)]
-        merged = [options, *({**options, **group.options} for group in option_groups)]
-        self.options = [_settled(kind, one, device, dtypes) for one in merged]
+        self.options = [_settled(kind, one, device, dtypes) for one in merged_options(options, option_groups)]
 
     def _start(self, leaves: Sequence[Iterable[Tensor]]) -> None:
         """Make `optimizer` over the live leaves, and settle the base rate: the one given, or the class's own."""
@@ -110,6 +109,11 @@ class GroupedOptimizer:
     def _mark_stepped(self) -> None:
         # What torch's schedulers look for before they warn that they were stepped ahead of the optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def merged_options(options: Mapping[str, Any], option_groups: Sequence[OptionGroup]) -> list[Mapping[str, Any]]:
+    """The options of each param group: those of everything that no option group names, then the option groups'."""
+    return [options, *({**options, **group.options} for group in option_groups)]
 
 
 def _as_rate(value: object) -> float:

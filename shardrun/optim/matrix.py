@@ -78,6 +78,8 @@ class TensorOptimizer(GroupedOptimizer):
         self._watch(paths)
         self._source: list[Tensor] = []
         self._target: list[Tensor] = []
+        for shadow in self._shadows:  # all memory of a step is there from the beginning, and told by `shadow_nbytes`
+            self._load(shadow)
 
     def _by_group(self, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in self.options]
@@ -230,8 +232,7 @@ class TensorOptimizer(GroupedOptimizer):
                 expected |= {f"{path}/{name}": form for name, form in forms.items()}
                 continue
             spec = self.kind.spec(self.options[shadow.tensor.option_group], leaf)
-            wanted: Shapes = {key: (tuple(leaf.shape), dtype) for key, dtype in spec.elements.items()}
-            wanted |= {key: (scalar.shape, scalar.dtype) for key, scalar in spec.scalars.items()}
+            wanted = spec.recorded(tuple(leaf.shape))
             if spec.eager or any(f"{path}/{key}" in held for key in wanted):
                 expected |= {f"{path}/{key}": shape for key, shape in wanted.items()}
         return expected

@@ -75,10 +75,14 @@ class StateSpec:
                 return f"its state has {key} = {value!r}"
         return None
 
-    def recorded(self, numel: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name in a record -> (shape, dtype), for a leaf or fragment of `numel` elements in one dimension."""
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the tensors of the leaf's shape, for a leaf of `numel` elements."""
+        return numel * sum(dtype.itemsize for dtype in self.elements.values())
+
+    def recorded(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name in a record -> (shape, dtype), for a leaf or fragment of `shape`."""
         return {
-            **{key: ((numel,), dtype) for key, dtype in self.elements.items()},
+            **{key: (shape, dtype) for key, dtype in self.elements.items()},
             **{key: ((), scalar.dtype) for key, scalar in self.scalars.items()},
             **{number_name(key, kind): ((), _NUMBERS[kind]) for key, kind in self.numbers.items()},
         }

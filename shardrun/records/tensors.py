@@ -22,13 +22,23 @@ def tensor_bytes(name: str, tensor: Tensor) -> TensorBytes:
 
     CheckpointError if it has no storage to read (meta, sparse, quantized) or a dtype that safetensors cannot hold.
     """
-    code = _CODES.get(tensor.dtype)
-    if code is None or tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
         raise CheckpointError(
             f"{name}: {tensor.dtype} on {tensor.device}, {tensor.layout}, cannot be stored; "
             "dense tensors of the usual dtypes can"
         )
-    return TensorBytes(code, tuple(tensor.shape), lambda: host_bytes(tensor))
+    return TensorBytes(_CODES[tensor.dtype], tuple(tensor.shape), lambda: host_bytes(tensor))
+
+
+def form_bytes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorBytes:
+    """As `tensor_bytes`, of a tensor that is described and has no bytes to write."""
+    if dtype not in _CODES:
+        raise CheckpointError(f"{name}: {dtype} cannot be stored; dense tensors of the usual dtypes can")
+    return TensorBytes(_CODES[dtype], shape, _no_bytes)
+
+
+def _no_bytes() -> bytes:
+    raise AssertionError("a tensor that was only described is written")
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

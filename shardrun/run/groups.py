@@ -96,18 +96,23 @@ def select_groups(comm: Communicator, model: nn.Module, parts: Mapping[str, Grou
     found: dict[str, Selection] = {}
     problem: SelectionError | None = None
     try:
-        for name, part in parts.items():
-            found[name] = _select(name, model, part, len(parts) > 1)
-        _require_one_group_each(found)
+        found = find_groups(model, parts)
     except SelectionError as error:
         problem = error
     comm.agree("selection", error=problem)
     return found
 
 
-def _select(name: str, model: nn.Module, part: Group, several: bool) -> Selection:
+def find_groups(model: nn.Module, parts: Mapping[str, Group], *, shapes_only: bool = False) -> dict[str, Selection]:
+    """What each group selects of this rank's model; local. `shapes_only`: of a model that may be on the meta device."""
+    found = {name: _select(name, model, part, len(parts) > 1, shapes_only) for name, part in parts.items()}
+    _require_one_group_each(found)
+    return found
+
+
+def _select(name: str, model: nn.Module, part: Group, several: bool, shapes_only: bool) -> Selection:
     try:
-        return select_parameters(model, part.select.include, part.select.exclude)
+        return select_parameters(model, part.select.include, part.select.exclude, shapes_only=shapes_only)
     except SelectionError as error:
         raise SelectionError(f"groups.{name}.{error}") from None if several else error
 

@@ -26,14 +26,19 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def refuse_unfit(model: nn.Module) -> None:
     """Refuse by name what a run could not train, or could not put into a checkpoint and get back."""
-    for path, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(f"recipe: {path} has no shape yet; run one batch through the model in build_model")
+    refuse_unsound(model)
     meta = [path for path, tensor in named_tensors(model).items() if tensor.device.type == "meta"]
     if meta:
         raise ConfigError(
             f"recipe: build_model left {meta[0]} and {len(meta) - 1} more on the meta device; give them values"
         )
+
+
+def refuse_unsound(model: nn.Module) -> None:
+    """As `refuse_unfit`, of a model that need not have values."""
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"recipe: {path} has no shape yet; run one batch through the model in build_model")
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ConfigError(
@@ -47,14 +52,18 @@ def place_model(model: nn.Module, dtype: torch.dtype, device: torch.device) -> n
 
     Buffers keep their formats, and so do the parameters of norms with running statistics, see `keeps_format`.
     """
-    model.to(device)
+    cast_parameters(model.to(device), dtype)
+    return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Its floating parameters to `dtype`, on whichever device; see `place_model`."""
     # Only what differs is converted, so that a model that mixes formats on purpose keeps them at fp32.
     if dtype != torch.float32:
         kept = {id(p) for module in model.modules() if keeps_format(module) for p in module.parameters(recurse=False)}
         for parameter in model.parameters():
             if parameter.is_floating_point() and id(parameter) not in kept:
                 parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def keeps_format(module: nn.Module) -> bool:
@@ -87,6 +96,11 @@ def distinct_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = dict(named_parameters(model))
     aliases = _aliases(parameters)
     return {path: parameter for path, parameter in sorted(parameters.items()) if path not in aliases}
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in distinct_parameters(model).values())
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,20 +24,38 @@ def model_parts(comm: Communicator, model: Mapping[str, Tensor], aliases: Mappin
 
     Collective over the world. CheckpointError on all ranks where two of them have different tensors of one name.
     """
-    every = comm.agree("model parts", (model_specs(model), dict(aliases)))
+    parts, problem = join_parts(dict(enumerate(comm.agree("model parts", (model_specs(model), dict(aliases))))))
+    if problem:
+        raise by_all(CheckpointError(problem))
+    own = {name for name, rank in parts.holder.items() if rank == comm.rank}
+    return ModelParts(parts.specs, parts.aliases, sorted({*parts.holder.values()}), own)
+
+
+@dataclass(frozen=True)
+class JoinedParts:
+    """A model out of the parts that ranks have."""
+
+    specs: Mapping[str, list[Any]]
+    aliases: Mapping[str, str]
+    holder: Mapping[str, int]
+    """Name -> the first rank that has it, which writes it."""
+
+
+def join_parts(held: Mapping[int, tuple[Mapping[str, list[Any]], Mapping[str, str]]]) -> tuple[JoinedParts, str]:
+    """The whole of what each rank has (specs and aliases, by rank), and what is wrong with it, if anything is."""
     specs: dict[str, list[Any]] = {}
     ties: dict[str, str] = {}
     holder: dict[str, int] = {}
-    for rank, (held, tied) in enumerate(every):
-        for name, spec in held.items():
+    problem = ""
+    for rank, (own, tied) in held.items():
+        for name, spec in own.items():
             first = specs.setdefault(name, spec)
             if first != spec:
                 told = f"rank {holder[name]} has {first}, rank {rank} has {spec}"
-                raise by_all(CheckpointError(f"{name} is the name of different tensors: {told}; name them apart"))
+                problem = problem or f"{name} is the name of different tensors: {told}; name them apart"
             holder.setdefault(name, rank)
         ties |= tied
-    own = {name for name, rank in holder.items() if rank == comm.rank}
-    return ModelParts(specs, ties, sorted({*holder.values()}), own)
+    return JoinedParts(specs, ties, holder), problem
 
 
 def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:

@@ -18,9 +18,11 @@ from shardrun.errors import ConfigError
 from shardrun.optim.kinds import Declared, Kind, any_kind, takes
 from shardrun.run.model import matching, option_groups
 from shardrun.run.recipe import Recipe
+from shardrun.shard.contract import Contract
 from shardrun.shard.layout import FlatLayout
 from shardrun.shard.owners import planned_order
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.draft import Draft, draft_zero1, draft_zero2
 from shardrun.step.joint_step import StepResult
 from shardrun.step.owned import OwnedOptimizer
 from shardrun.step.zero1 import SelectedZero1
@@ -62,28 +64,37 @@ def shard_optimizer(
 
     Owners are those of `saved`, if it is about these parameters and ranks.
     """
-    masters = config.precision.master_weights
-    optimizer = _declared(asked, recipe) if isinstance(asked, Factory) else asked.name
-    options = _options(asked)
-    groups = option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], session.contract)
+    optimizer, given = _arguments(asked, config, session.contract, session.order, recipe)
     if asked.strategy == "zero2":
-        return SelectedZero2(session, optimizer, option_groups=groups, masters=masters, name=name, **options)
+        return SelectedZero2(session, optimizer, name=name, **given)
+    return SelectedZero1(session, optimizer, name=name, owners=_saved_owners(saved, session), **given)
+
+
+def draft_optimizer(
+    asked: Optimizer, config: Config, contract: Contract, order: Sequence[str], recipe: Recipe
+) -> Draft:
+    """What `shard_optimizer` makes its sharded optimizer from; local, and without memory."""
+    optimizer, given = _arguments(asked, config, contract, order, recipe)
+    return (draft_zero2 if asked.strategy == "zero2" else draft_zero1)(contract, order, optimizer, **given)
+
+
+def _arguments(
+    asked: Optimizer, config: Config, contract: Contract, order: Sequence[str], recipe: Recipe
+) -> tuple[str | Declared, dict[str, Any]]:
+    """The optimizer as the step takes it, and what goes with it."""
+    optimizer = _declared(asked, recipe) if isinstance(asked, Factory) else asked.name
+    given = {
+        "option_groups": option_groups([(g.match, _group_options(g), g.lr_scale) for g in asked.options], contract),
+        "masters": config.precision.master_weights,
+        **_options(asked),
+    }
+    if asked.strategy == "zero2":
+        return optimizer, given
     rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
-    left = matching(rest.match, session.contract, "optimizer.rest.match") if rest.match else frozenset()
-    _require_any(optimizer, session, left)
-    owners = _saved_owners(saved, session)
-    return SelectedZero1(
-        session,
-        optimizer,
-        option_groups=groups,
-        owners=owners,
-        rest=rest.name,
-        rest_options=rest.model_dump(exclude={"name", "match"}) | {"lr": asked.lr if rest.lr is None else rest.lr},
-        rest_paths=left,
-        masters=masters,
-        name=name,
-        **options,
-    )
+    left = matching(rest.match, contract, "optimizer.rest.match") if rest.match else frozenset()
+    _require_any(optimizer, contract, order, left)
+    rest_options = rest.model_dump(exclude={"name", "match"}) | {"lr": asked.lr if rest.lr is None else rest.lr}
+    return optimizer, {**given, "rest": rest.name, "rest_options": rest_options, "rest_paths": left}
 
 
 def _saved_owners(saved: Placement | None, session: SelectedDataParallel) -> Mapping[str, int] | None:
@@ -159,10 +170,11 @@ def _group_options(asked: Matched) -> dict[str, Any]:
     return asked.model_dump(exclude={"match", "lr_scale"}, exclude_none=True)
 
 
-def _require_any(optimizer: str | Declared, session: SelectedDataParallel, left: frozenset[str]) -> None:
+def _require_any(optimizer: str | Declared, contract: Contract, order: Sequence[str], left: frozenset[str]) -> None:
     """An optimizer that would have nothing to step is a mistake, and the rest alone needs none beside it."""
     kind = any_kind(optimizer)
-    specs = [spec for spec in session.contract.distinct() if spec.path in set(session.order)]
+    trainable = set(order)
+    specs = [spec for spec in contract.distinct() if spec.path in trainable]
     if not any(takes(kind, spec.shape) for spec in specs if spec.path not in left):
         raise ConfigError(
             f"optimizer: {kind.name} has nothing to step: none of the {len(specs)} selected trainable parameters is "

@@ -10,6 +10,7 @@ from shardrun.config.groups import places, replica_sets
 from shardrun.optim.kinds import update_cost
 from shardrun.run.build import Built
 from shardrun.run.groups import TrainedGroup
+from shardrun.run.model import weight_bytes
 from shardrun.run.optimizer import Sharded, Share, shares
 
 Table = dict[str, Any]
@@ -115,7 +116,7 @@ def _elements(trained: TrainedGroup, paths: Sequence[str]) -> int:
 
 
 def _memory(built: Built) -> Table:
-    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in built.model.parameters()}.values())
+    weights = weight_bytes(built.model)
     own = [[g.name, *(gradient_bytes(g.sharded)), g.sharded.state_nbytes] for g in built.groups]
     several = len(built.groups) > 1
     rows = []

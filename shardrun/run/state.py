@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
@@ -90,7 +90,7 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
         manifest=_sections(built, progress, lineage),
         model=model,
         aliases=aliases,
-        rank_state={**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(built.model).items()}},
+        rank_state=rank_state(built.model),
         param_sha256=partial(_joint_digest, progress.step, [*distinct_parameters(built.model)], compared),
         parts=model_parts(built.comm, model, aliases) if built.spread else None,
     )
@@ -98,6 +98,11 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
 
 def _records(built: Built) -> dict[str, ShardRecord]:
     return {group.record_name: group.sharded.to_record() for group in built.groups}
+
+
+def rank_state(model: nn.Module) -> dict[str, Tensor]:
+    """What a rank keeps in a file of its own: random streams and buffers."""
+    return {**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(model).items()}}
 
 
 def _joint_digest(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
@@ -199,7 +204,7 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
         fallback = bool(options.get("allow_fallback"))
         loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
     if loaded is None:
-        run = built.comm.agree("run id", secrets.token_hex(8))[0]
+        run = built.comm.agree("run id", new_run_id())[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
     _judge_changes(built, loaded, source, accepts)
     progress = restore(built, loaded, other_device=accepts)
@@ -264,6 +269,11 @@ def _of_any_rank(built: Built, loaded: Loaded, tag: str, look: Callable[[], list
         told = f"checkpoint {loaded.path}: malformed manifest ({type(broken).__name__}: {broken})"
         error = CheckpointError(told)
     return list(dict.fromkeys(line for rank in built.comm.agree(tag, lines, error) for line in rank))
+
+
+def new_run_id() -> str:
+    """A name for a run that is begun."""
+    return secrets.token_hex(8)
 
 
 def _attempt(built: Built) -> str:

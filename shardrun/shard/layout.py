@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,6 +57,15 @@ class Bucket:
         """Elements of each rank's slice, multiples of 256; equal slices are padded at the bucket's tail."""
         return list(self.sizes) or [align(-(-(self.stop - self.start) // world_size))] * world_size
 
+    def extent(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Where `rank`'s slice begins and ends in the canonical space; of padding alone it ends where it begins."""
+        if self.sizes:
+            low = self.start + sum(self.sizes[:rank])
+            return low, low + self.sizes[rank]
+        size = align(-(-(self.stop - self.start) // world_size))
+        low = min(self.start + rank * size, self.stop)
+        return low, min(low + size, self.stop)
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -78,13 +88,19 @@ class Space:
 
     def fragments(self, bucket: Bucket, rank: int, world_size: int) -> Iterator[Fragment]:
         """The fragments in `rank`'s slice of `bucket`, in canonical order."""
-        splits = bucket.splits(world_size)
-        low = bucket.start + sum(splits[:rank])
-        high = min(low + splits[rank], bucket.stop)
-        for placed in self.parameters:
+        low, high = bucket.extent(rank, world_size)
+        first = max(0, bisect_right(self.parameters, low, key=lambda placed: placed.offset) - 1)
+        for number in range(first, len(self.parameters)):
+            placed = self.parameters[number]
             start, stop = max(low, placed.offset), min(high, placed.offset + placed.numel)
             if start < stop:
                 yield Fragment(placed.path, start - placed.offset, stop - placed.offset, start - low)
+            elif placed.offset >= high:
+                break
+
+    def holds(self, bucket: Bucket, rank: int, world_size: int) -> bool:
+        """Whether there is a fragment in `rank`'s slice of `bucket`, and not padding alone."""
+        return next(self.fragments(bucket, rank, world_size), None) is not None
 
     def memory_offsets(self, world_size: int) -> list[int]:
         """Where each bucket begins in memory, and the total at the end: buckets stand padded, one after another."""

@@ -104,7 +104,12 @@ class Agreeing(Protocol):
 
 
 def select_parameters(
-    model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = (), *, comm: Agreeing | None = None
+    model: nn.Module,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    *,
+    comm: Agreeing | None = None,
+    shapes_only: bool = False,
 ) -> Selection:
     """Select parameters by dotted path: `include` first, then `exclude`; SelectionError says what cannot be selected.
 
@@ -112,10 +117,11 @@ def select_parameters(
     an error. Selecting one path of a tied parameter selects the tensor under all its paths; excluding another path of
     it is refused. An empty selection (no patterns) is valid. Local without `comm`; with it every rank calls, and what
     is wrong on one rank is raised by all, so that none waits in the next call for one that gave up here.
+    `shapes_only`: for a plan, of a model that may be on the meta device.
     """
     found, problem = None, None
     try:
-        found = _select(model, include, exclude)
+        found = _select(model, include, exclude, shapes_only)
     except SelectionError as error:
         problem = error
     if comm is not None:
@@ -126,7 +132,7 @@ def select_parameters(
     return found
 
 
-def _select(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Selection:
+def _select(model: nn.Module, include: Sequence[str], exclude: Sequence[str], shapes_only: bool) -> Selection:
     everything = dict(named_parameters(model))
     matched: dict[str, list[str]] = {}
     for text in dict.fromkeys([*include, *exclude]):
@@ -149,7 +155,7 @@ def _select(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) ->
         added.append(path)
     selected = {path: parameter for path, parameter in everything.items() if path in chosen or path in added}
     rest = {path: parameter for path, parameter in everything.items() if path not in selected}
-    _refuse_unfit(selected)
+    _refuse_unfit(selected, shapes_only)
     _refuse_overlap(selected, rest, model)
     return Selection(selected, rest, {text: len(matched[text]) for text in include}, tuple(added))
 
@@ -160,13 +166,13 @@ def _nothing_matched(text: str, paths: list[str]) -> str:
     return f"select: {text!r} matches none of {len(paths)} parameters{hint}"
 
 
-def _refuse_unfit(selected: dict[str, nn.Parameter]) -> None:
+def _refuse_unfit(selected: dict[str, nn.Parameter], shapes_only: bool) -> None:
     devices = {parameter.device: path for path, parameter in selected.items() if parameter.requires_grad}
     if len(devices) > 1:
         sides = " and ".join(f"{path} on {device}" for device, path in devices.items())
         raise SelectionError(f"select: trainable parameters of one session are on one device, found {sides}")
     for path, parameter in selected.items():
-        if parameter.is_meta:
+        if parameter.is_meta and not shapes_only:
             raise SelectionError(f"select: {path} is on the meta device; give it values or exclude it")
         if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise SelectionError(

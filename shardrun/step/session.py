@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,9 +66,7 @@ class Session:
 
     def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
         """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
-        first = {spec.path: self.contract.specs[spec.alias].path for spec in self.contract.specs}
-        trainable = {spec.path for spec in self.contract.distinct() if spec.trainable}
-        order = list(dict.fromkeys(first[path] for path in self.parameters if first[path] in trainable))
+        order = trainable_order(self.parameters, self.contract)
         if wanted is not None and sorted(wanted) == sorted(order):
             order = list(wanted)
         return list(self.comm.agree("definition order", order if self.comm.rank == 0 else None)[0])
@@ -81,6 +79,13 @@ class Session:
             self.comm.broadcast_(wire, path, agreed=True)  # by the contract
             if wire.data_ptr() != tensor.data_ptr():
                 tensor.copy_(wire)
+
+
+def trainable_order(paths: Iterable[str], contract: Contract) -> list[str]:
+    """First paths of the distinct trainable parameters, in the order of `paths`, as a model defines them."""
+    first = {spec.path: contract.specs[spec.alias].path for spec in contract.specs}
+    trainable = {spec.path for spec in contract.distinct() if spec.trainable}
+    return list(dict.fromkeys(first[path] for path in paths if first[path] in trainable))
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

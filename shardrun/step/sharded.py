@@ -11,23 +11,23 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from shardrun.errors import ContractError, SelectionError, UsageError, by_all
+from shardrun.errors import ContractError, UsageError, by_all
 from shardrun.optim.kinds import OptionGroup
 from shardrun.optim.stepper import Stepper
 from shardrun.records.record import RECORD_VERSION, ShardRecord
 from shardrun.shard.flat_buffer import FlatBuffers
 from shardrun.shard.flat_gradients import Pending
-from shardrun.shard.layout import Entry, FlatLayout
+from shardrun.shard.layout import FlatLayout
 from shardrun.step.agreement import Request, Window, is_real
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.draft import Draft
 from shardrun.step.joint_step import Part, StepResult, require_whole, run_step
 from shardrun.step.masters import Masters
 from shardrun.step.record_fit import Expected, joint_misfits, judge
 from shardrun.step.slices import make_slice
 from shardrun.step.transaction import signals_deferred
 
-BUCKET_BYTES = 16 << 20
-_Kinds = TypeVar("_Kinds")
+_Draft = TypeVar("_Draft", bound=Draft)
 
 
 class ShardedOptimizer(ABC):
@@ -100,13 +100,13 @@ class ShardedOptimizer(ABC):
 
     @property
     def gradient_nbytes(self) -> dict[str, int]:
-        """Bytes of gradient memory on this rank: pending FP32 gradients (whole) and reduced slices.
+        """Bytes of gradient memory on this rank: pending FP32 gradients (whole), and reduced slices with their casts.
 
         New slices are staged on the memory of the pending ones.
         """
         return {
             "pending": sum(s.bucket.grad.nbytes for s in self.slices),
-            "reduced": sum(s.reduced.nbytes for s in self.slices),
+            "reduced": sum(s.nbytes for s in self.slices),
         }
 
     # ---- the step ----------------------------------------------------------------------------------------------
@@ -232,43 +232,28 @@ class ShardedOptimizer(ABC):
         }
 
 
-def on_first_paths(session: SelectedDataParallel, groups: Sequence[OptionGroup]) -> list[OptionGroup]:
-    """The groups with every tied parameter under its first path, whichever of its names they use."""
-    first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}
-    return [replace(group, paths=frozenset(first.get(path, path) for path in group.paths)) for group in groups]
-
-
-def entries_of(session: SelectedDataParallel, group: Callable[[str], int]) -> list[Entry]:
-    """What is to be placed, in the root's order; float16 is refused."""
-    specs = {spec.path: spec for spec in session.contract.specs}
-    for path in session.order:
-        if specs[path].dtype == "float16":
-            raise SelectionError(f"{path} is float16, which needs a dynamic loss scale; use bfloat16 or float32")
-    return [Entry(path, specs[path].numel, specs[path].dtype, group(path)) for path in session.order]
-
-
-def agree_kinds(session: SelectedDataParallel, name: str, find: Callable[[], _Kinds]) -> _Kinds:
-    """What `find` makes of this rank's optimizers; its UsageError on any rank is raised by all. Collective."""
-    kinds: _Kinds | None = None
+def agree_draft(session: SelectedDataParallel, name: str, draw: Callable[[], _Draft]) -> _Draft:
+    """What `draw` makes of this rank's optimizers; its UsageError on any rank is raised by all. Collective."""
+    draft: _Draft | None = None
     problem: UsageError | None = None
     try:
-        kinds = find()
+        draft = draw()
     except UsageError as error:
         problem = error
     session.comm.agree(f"optimizer of {name}", error=problem)
-    assert kinds is not None
-    return kinds
+    assert draft is not None
+    return draft
 
 
-def agree_layout(session: SelectedDataParallel, name: str, asked: str, plan: Callable[[], FlatLayout]) -> FlatLayout:
-    """The layout that the group's root plans; collective. `asked` has all options: a difference is refused by all.
+def agree_layout(session: SelectedDataParallel, name: str, asked: str, draft: Draft) -> FlatLayout:
+    """The layout of the root's draft; collective. `asked` has all options: a difference is refused by all.
 
-    `plan` raises UsageError for what is wrong with the call on this rank.
+    What is wrong with the draft on any rank is a UsageError on all.
     """
     layout: FlatLayout | None = None
     problem: UsageError | None = None
     try:
-        layout = plan()
+        layout = draft.layout(session.comm.world_size)
     except UsageError as error:
         problem = error
     answers = session.comm.agree(

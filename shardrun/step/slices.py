@@ -30,6 +30,11 @@ class Slice:
         """Whether the leaf is an FP32 master beside a 16-bit parameter."""
         return self.leaf is not self.bucket.own
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reduced gradient, and of its cast to the leaf's dtype where that is another one."""
+        return self.reduced.nbytes + (0 if self.grad is self.reduced else self.grad.nbytes)
+
     def normalise(self, divisor: int | None) -> None:
         """Divide once by the exact weight, in FP32; then cast once to the optimizer's gradient dtype."""
         if divisor is not None:

@@ -9,25 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrun.errors import UsageError
-from shardrun.optim.kinds import Declared, OptionGroup, any_kind, check_options, group_of, takes, update_cost
+from shardrun.optim.kinds import OptionGroup
 from shardrun.records.record import Zero1Record
 from shardrun.shard.flat_gradients import Pending
-from shardrun.shard.layout import FlatLayout
-from shardrun.shard.owners import balanced_owners, plan_owned_layout
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.draft import BUCKET_BYTES, Optimizer, OwnedDraft, draft_zero1
 from shardrun.step.joint_step import StepResult, as_flag
-from shardrun.step.owned import OwnedOptimizer, Share
-from shardrun.step.sharded import (
-    BUCKET_BYTES,
-    ShardedOptimizer,
-    agree_kinds,
-    agree_layout,
-    entries_of,
-    on_first_paths,
-    options_text,
-)
+from shardrun.step.owned import OwnedOptimizer
+from shardrun.step.sharded import ShardedOptimizer, agree_draft, agree_layout, options_text
 
 
 class SelectedZero1(ShardedOptimizer):
@@ -47,11 +37,11 @@ class SelectedZero1(ShardedOptimizer):
     def __init__(
         self,
         session: SelectedDataParallel,
-        optimizer: type[torch.optim.Optimizer] | str | Declared,
+        optimizer: Optimizer,
         *,
         option_groups: Sequence[OptionGroup] = (),
         owners: Mapping[str, int] | None = None,
-        rest: type[torch.optim.Optimizer] | str | Declared = torch.optim.AdamW,
+        rest: Optimizer = torch.optim.AdamW,
         rest_options: Mapping[str, Any] | None = None,
         rest_paths: Collection[str] = (),
         masters: bool = True,
@@ -59,49 +49,38 @@ class SelectedZero1(ShardedOptimizer):
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        kinds = agree_kinds(session, name, lambda: (any_kind(optimizer), any_kind(rest)))
-        self.kind = kinds[0]
-        groups = on_first_paths(session, option_groups)
-        specs = {spec.path: spec for spec in session.contract.distinct()}
-        left_out = on_first_paths(session, [OptionGroup(frozenset(rest_paths))])[0].paths
-        mine = {path for path in session.order if takes(kinds[0], specs[path].shape)} - left_out
-        shares = [
-            Share(kinds[0], mine, options, groups),
-            Share(kinds[1], set(session.order) - mine, rest_options or {}, groups),
-        ]
+        def draw() -> OwnedDraft:
+            return draft_zero1(
+                session.contract,
+                session.order,
+                optimizer,
+                option_groups=option_groups,
+                owners=owners,
+                rest=rest,
+                rest_options=rest_options,
+                rest_paths=rest_paths,
+                masters=masters,
+                bucket_bytes=bucket_bytes,
+                **options,
+            )
+
+        draft = agree_draft(session, name, draw)
+        shares = draft.shares
+        self.kind = shares[0].kind
         self.split: dict[str, list[str]] = {}
         """Name of an optimizer -> the paths that it steps."""
         for share in shares:
             self.split.setdefault(share.kind.name, []).extend(path for path in session.order if path in share.paths)
-        share_of = {path: share for share in shares for path in share.paths}
-        self._costs = costs = {
-            path: update_cost(share_of[path].kind, specs[path].shape, share_of[path].options) for path in session.order
-        }
-
-        def space_of(path: str) -> int:
-            return group_of(path, groups) + (0 if path in mine else len(groups) + 1)
-
-        def plan() -> FlatLayout:
-            if unknown := sorted(left_out - set(session.order)):
-                raise UsageError(f"rest_paths: {unknown[0]} ({len(unknown)} in all) is no selected trainable parameter")
-            for share in shares:
-                check_options(share.kind, share.options, share.groups, share.paths)
-            if left := sorted(path for path in shares[1].paths if not takes(kinds[1], specs[path].shape)):
-                raise UsageError(
-                    f"{left[0]} {specs[left[0]].shape}: neither {kinds[0].name} nor {kinds[1].name} takes it"
-                )
-            chosen = balanced_owners(costs, session.comm.world_size) if owners is None else _checked(session, owners)
-            entries = entries_of(session, space_of)
-            return plan_owned_layout(entries, chosen, max(1, bucket_bytes // 4), session.comm.world_size)
-
+        self._costs = draft.costs
         asked = "; ".join(f"{share.kind.name} {options_text(share.options, share.groups)}" for share in shares)
-        asked += f" {masters} {bucket_bytes} {None if owners is None else sorted(owners.items())} {sorted(left_out)}"
-        super().__init__(session, name, masters, agree_layout(session, name, asked, plan))
+        asked += f" {masters} {bucket_bytes} {None if owners is None else sorted(owners.items())}"
+        asked += f" {sorted(draft.left_out)}"
+        super().__init__(session, name, masters, agree_layout(session, name, asked, draft))
         self.owners = {
             path: rank for rank in range(self.world_size) for path in self.layout.fragments(rank, self.world_size)
         }
         """Path -> the rank of the group that owns it."""
-        shapes = {path: spec.shape for path, spec in specs.items()}
+        shapes = {path: spec.shape for path, spec in draft.specs.items()}
         self.stepper = self._owned = OwnedOptimizer(shares, self.slices, shapes)
         self._all_fp32 = False
 
@@ -243,19 +222,3 @@ class SelectedZero1(ShardedOptimizer):
 
     def _described(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "masters": self.masters, "owners": self.owners, **self._owned.summary()}
-
-
-def _checked(session: SelectedDataParallel, owners: Mapping[str, int]) -> Mapping[str, int]:
-    """`owners` by first paths; UsageError unless it names each trainable parameter and a rank of the group."""
-    first = {spec.path: session.contract.specs[spec.alias].path for spec in session.contract.specs}
-    given = {first.get(path, path): rank for path, rank in owners.items()}
-    if unlike := sorted(set(given) ^ set(session.order)):
-        raise UsageError(
-            f"owners: {unlike[0]} ({len(unlike)} in all) is named and not trained, or trained and not named"
-        )
-    for path, rank in given.items():
-        if type(rank) is not int or not 0 <= rank < session.comm.world_size:
-            raise UsageError(
-                f"owners: {path} is given to rank {rank!r}; the group has 0 to {session.comm.world_size - 1}"
-            )
-    return given

@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardrun.optim.elementwise import SliceOptimizer, SliceTensors
-from shardrun.optim.kinds import Declared, OptionGroup, check_options, elementwise, group_of
+from shardrun.optim.kinds import Elementwise, OptionGroup
 from shardrun.records.record import Zero2Record
 from shardrun.shard.flat_gradients import Pending
-from shardrun.shard.layout import FlatLayout, plan_layout
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Window
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.draft import BUCKET_BYTES, CutDraft, Optimizer, draft_zero2
 from shardrun.step.joint_step import StepResult, as_flag
-from shardrun.step.sharded import (
-    BUCKET_BYTES,
-    ShardedOptimizer,
-    agree_kinds,
-    agree_layout,
-    entries_of,
-    on_first_paths,
-    options_text,
-)
+from shardrun.step.sharded import ShardedOptimizer, agree_draft, agree_layout, options_text
 
 
 class SelectedZero2(ShardedOptimizer):
@@ -42,7 +33,7 @@ class SelectedZero2(ShardedOptimizer):
     def __init__(
         self,
         session: SelectedDataParallel,
-        optimizer: type[torch.optim.Optimizer] | str | Declared,
+        optimizer: Optimizer,
         *,
         option_groups: Sequence[OptionGroup] = (),
         masters: bool = True,
@@ -51,19 +42,27 @@ class SelectedZero2(ShardedOptimizer):
         chunk_numel: int | None = None,
         **options: Any,
     ) -> None:
-        self.kind = kind = agree_kinds(session, name, lambda: elementwise(optimizer))
-        groups = on_first_paths(session, option_groups)
+        def draw() -> CutDraft:
+            return draft_zero2(
+                session.contract,
+                session.order,
+                optimizer,
+                option_groups=option_groups,
+                masters=masters,
+                bucket_bytes=bucket_bytes,
+                **options,
+            )
 
-        def plan() -> FlatLayout:
-            check_options(kind, options, groups, session.order)
-            return plan_layout(entries_of(session, lambda path: group_of(path, groups)), max(1, bucket_bytes // 4))
-
-        asked = f"{kind.name} {options_text(options, groups)} {masters} {bucket_bytes}"
-        super().__init__(session, name, masters, agree_layout(session, name, asked, plan))
+        draft = agree_draft(session, name, draw)
+        (share,) = draft.shares
+        assert isinstance(share.kind, Elementwise)
+        self.kind = share.kind
+        asked = f"{share.kind.name} {options_text(options, share.option_groups)} {masters} {bucket_bytes}"
+        super().__init__(session, name, masters, agree_layout(session, name, asked, draft))
         self.stepper = self.slice_optimizer = SliceOptimizer(
-            kind,
+            share.kind,
             options,
-            groups,
+            share.option_groups,
             [SliceTensors(s.bucket.option_group, s.leaf, s.grad, s.proposed, s.bucket.fragments) for s in self.slices],
             chunk_numel,
         )

@@ -302,7 +302,7 @@ def test_a_commit_runs_no_kernel_and_allocates_no_tensor() -> None:
 def test_bytes_of_state_and_shadow_are_told() -> None:
     owner = _Owner(any_kind("muon"), {}, drawn(_MATRICES, 1))
     numel = sum(leaf.numel() for leaf in owner.leaves.values())
-    assert (owner.stepper.state_nbytes, owner.stepper.shadow_nbytes) == (4 * numel, 4 * numel)
+    assert (owner.stepper.state_nbytes, owner.stepper.shadow_nbytes) == (4 * numel, 8 * numel)
     owner.step(0)
     assert (owner.stepper.state_nbytes, owner.stepper.shadow_nbytes) == (4 * numel, 8 * numel)
 
