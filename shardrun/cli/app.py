@@ -222,6 +222,24 @@ def verify_resume(
     _end(lambda: command.run(target, overrides or [], ask), json)
 
 
+@app.command("plan")
+def plan_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="Number of ranks; else that of the config.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a run would hold, send and save on each rank, without starting it or taking memory for the model.
+
+    A recipe is Python code and is run: its build_model, on torch's meta device.
+    """
+    from shardrun.cli import plan as command
+
+    _end(lambda: command.run(config, overrides or [], world, json), json)
+
+
 @app.command()
 def validate(config: ConfigFile, overrides: Overrides = None, json: Json = False) -> None:
     """Check a config and show it with every default filled in; all problems at once if there are any."""

@@ -23,6 +23,8 @@ MAX_COMPARED = 3
 MAX_SUMS = 8
 MAX_INTEGERS = 32
 _ROUND = INTEGERS + MAX_INTEGERS
+ROUND_BYTES = 8 * _ROUND
+"""What a rank brings to each round."""
 _CPU = torch.device("cpu")
 """Where agreements travel, whatever torch.set_default_device says."""
 

@@ -53,17 +53,21 @@ def slice_sizes(bucket: Tensor, own: Tensor, splits: Sequence[int] | None, group
     return sizes
 
 
-def sent_bytes(splits: Sequence[int], rank: int, itemsize: int) -> tuple[int, int]:
-    """Bytes that `rank` sends to all others to reduce a bucket of these slices in FP32, and to gather it.
+def sent_bytes(splits: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
+    """By rank: bytes that it sends to all others to reduce a bucket of these slices in FP32, and to gather it.
 
     As `ExchangeSeam` does it; a ring of NCCL sends as much where slices are equal. `itemsize`: bytes of a gathered
     element. What a collective adds by itself is not counted.
     """
-    others, own = len(splits) - 1, splits[rank]
+    others = len(splits) - 1
     if others == 0:
-        return 0, 0
-    empty = splits.count(0) - (own == 0)
-    return 4 * (sum(splits) - own + empty), others * max(own * itemsize, 1)
+        return [(0, 0)]
+    messages = [max(numel, 1) for numel in splits]  # in place of a slice without elements one is sent
+    total = sum(messages)
+    return [
+        (4 * (total - message), others * max(numel * itemsize, 1))
+        for numel, message in zip(splits, messages, strict=True)
+    ]
 
 
 def _cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +43,7 @@ class TensorBytes:
     shape: tuple[int, ...]
     data: Callable[[], bytes | bytearray | memoryview]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]

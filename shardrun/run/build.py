@@ -108,9 +108,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     recipe = load_recipe(config.recipe, config.recipe_args)
     world = open_world(comm, config)
     seed_all(derive_seed(Purpose.MODEL, config.run.seed))
-    model = recipe.build_model(world)
-    if recipe.global_name is not None:
-        name_globally(model, partial(_global_name, recipe.global_name, world))
+    model = make_model(recipe, world)
     models.refuse_unfit(model)
     # Before the cast, which would part tensors that share memory without a word.
     selections = select_groups(comm, model, config.parts)
@@ -121,7 +119,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         models.init_from(model, config.init_from)
     selected = {path for selection in selections.values() for path in selection.parameters}
     unselected = models.freeze_unselected(model, selected)
-    notes += [note for name, selection in selections.items() for note in _selection_notes(name, selection, config)]
+    notes += [note for name, selection in selections.items() for note in selection_notes(name, selection, config)]
     differed = models.compare_unselected(comm, model, unselected, config.topology.sync_unselected, world.axes)
     if differed:
         notes.append(f"{differed} unselected tensors differed between ranks and were overwritten by rank 0's")
@@ -146,6 +144,14 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         notes=notes,
         buffer_forms=models.buffer_forms(model),
     )
+
+
+def make_model(recipe: Recipe, world: World) -> nn.Module:
+    """The recipe's model, or this rank's part of it, known by the names that it has in the whole one."""
+    model = recipe.build_model(world)
+    if recipe.global_name is not None:
+        name_globally(model, partial(_global_name, recipe.global_name, world))
+    return model
 
 
 def _global_name(named: Callable[[str, World], str], world: World, path: str) -> str:
@@ -184,7 +190,8 @@ def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:
     return notes
 
 
-def _selection_notes(name: str, selection: Selection, config: Config) -> list[str]:
+def selection_notes(name: str, selection: Selection, config: Config) -> list[str]:
+    """What a user should know of a group's selection; SelectionError if it trains nothing."""
     where = f"groups.{name}: " if config.groups else ""
     trainable = [path for path, parameter in selection.parameters.items() if parameter.requires_grad]
     if not trainable:

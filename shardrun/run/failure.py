@@ -86,7 +86,7 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
     """The failure that `error` means on `rank`; `seen`: what its communicator knows, if that has failed."""
     cause = _true_cause(error, rank)
     there = worker_error(str(cause))
-    frames = _frames(cause) if there is None else _of_users([there.frames])
+    frames = frames_of(cause) if there is None else _of_users([there.frames])
     file, line = frames[-1][:2] if frames else (None, None)
     if isinstance(cause, SyntaxError) and cause.filename:
         file, line = cause.filename, cause.lineno
@@ -188,7 +188,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _frames(error: BaseException) -> list[tuple[str, int, str]]:
+def frames_of(error: BaseException) -> list[tuple[str, int, str]]:
     """(file, line, function), outermost first: the user's frames in the error or in its causes, else all."""
     links = [
         [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -134,20 +134,39 @@ def require_apart(comm: Communicator, groups: Sequence[TrainedGroup]) -> None:
 
     SelectionError on all ranks otherwise: only one of two tensors of one name could be saved.
     """
-    spread = [group for group in groups if group.spread]
-    if not any(comm.agree("spread groups", bool(spread))):
-        return
+    spread = {group.record_name: sorted(group.selection.parameters) for group in groups if group.spread}
+    if any(comm.agree("spread groups", bool(spread))):
+        try:
+            refuse_shared_paths(comm.agree("paths of spread groups", spread))
+        except SelectionError as error:
+            raise by_all(error) from None
+
+
+def refuse_shared_paths(held: Iterable[Mapping[str, Sequence[str]]]) -> None:
+    """SelectionError for a path that records of different names train; each of `held`: name -> its paths."""
     taken: dict[str, str] = {}
-    for held in comm.agree("paths of spread groups", {g.record_name: sorted(g.selection.parameters) for g in spread}):
-        for name, paths in held.items():
+    for one in held:
+        for name, paths in one.items():
             for path in paths:
                 if taken.setdefault(path, name) != name:
-                    raise by_all(
-                        SelectionError(
-                            f"groups: {path} is trained by {taken[path]} and by {name}, which are on different ranks; "
-                            "give every part of the model the path that it has in the whole one: by global_name"
-                        )
+                    raise SelectionError(
+                        f"groups: {path} is trained by {taken[path]} and by {name}, which are on different ranks; "
+                        "give every part of the model the path that it has in the whole one: by global_name"
                     )
+
+
+def rounds_per_step(config: Config) -> int:
+    """All-reduces of a few integers in which a rank takes part for one window, as long as nothing is refused.
+
+    One each for the agreement, norm and finiteness, the vote, and the sums of the log; a joint step has two for the
+    agreement of the world, and one more in every group.
+    """
+    world_size, axes, parts = config.topology.world_size, config.topology.axes, config.parts.values()
+    if world_size == 1:
+        return 0
+    largest = [max(map(len, replica_sets(one.replicas, axes, world_size))) for one in parts]
+    alone = largest == [world_size] and all(one.reduce == "mean" for one in parts)
+    return 4 if alone else 5 + sum(size > 1 for size in largest)
 
 
 def step_groups(

@@ -15,6 +15,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 ALIGN = 256
@@ -58,7 +59,10 @@ class Bucket:
         return list(self.sizes) or [align(-(-(self.stop - self.start) // world_size))] * world_size
 
     def extent(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Where `rank`'s slice begins and ends in the canonical space; of padding alone it ends where it begins."""
+        """Where `rank`'s slice begins and ends in the canonical space, both multiples of 256; equal: it has no element.
+
+        A slice of padding alone has none; any other has some, as every 256 elements of a space hold one at least.
+        """
         if self.sizes:
             low = self.start + sum(self.sizes[:rank])
             return low, low + self.sizes[rank]
@@ -89,8 +93,9 @@ class Space:
     def fragments(self, bucket: Bucket, rank: int, world_size: int) -> Iterator[Fragment]:
         """The fragments in `rank`'s slice of `bucket`, in canonical order."""
         low, high = bucket.extent(rank, world_size)
-        first = max(0, bisect_right(self.parameters, low, key=lambda placed: placed.offset) - 1)
-        for number in range(first, len(self.parameters)):
+        if low == high:
+            return
+        for number in range(max(0, bisect_right(self._offsets, low) - 1), len(self.parameters)):
             placed = self.parameters[number]
             start, stop = max(low, placed.offset), min(high, placed.offset + placed.numel)
             if start < stop:
@@ -98,9 +103,9 @@ class Space:
             elif placed.offset >= high:
                 break
 
-    def holds(self, bucket: Bucket, rank: int, world_size: int) -> bool:
-        """Whether there is a fragment in `rank`'s slice of `bucket`, and not padding alone."""
-        return next(self.fragments(bucket, rank, world_size), None) is not None
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [placed.offset for placed in self.parameters]
 
     def memory_offsets(self, world_size: int) -> list[int]:
         """Where each bucket begins in memory, and the total at the end: buckets stand padded, one after another."""

@@ -5,10 +5,10 @@ Integers only: layouts and the forms of state are those that the session itself 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from shardrun.comm.slices import sent_bytes
@@ -16,8 +16,9 @@ from shardrun.optim.grouped import merged_options
 from shardrun.optim.state import MASTER, StateSpec
 from shardrun.optim.stepper import Shapes
 from shardrun.optim.table import Elementwise
+from shardrun.shard.contract import ParameterSpec
 from shardrun.shard.flat_buffer import DTYPES
-from shardrun.shard.layout import Bucket, FlatLayout, Fragment, Space
+from shardrun.shard.layout import Bucket, FlatLayout, Space
 from shardrun.step.draft import Draft
 
 
@@ -57,16 +58,24 @@ class _Stored:
         """Whether FP32 masters stand beside the parameters."""
         return self.leaf != self.dtype
 
-    def state_nbytes(self, numel: int) -> int:
-        """Bytes of the state of `numel` elements, without masters."""
-        return 0 if self.spec is None else self.spec.nbytes(numel)
+    def state_nbytes(self, numel: int, owned: int) -> int:
+        """Bytes of the state of a slice of `numel` elements, `owned` of them of parameters; masters left out."""
+        if self.spec is None or not owned:
+            return 0
+        return self.spec.nbytes(owned if self.whole else numel)
 
-    def recorded(self, fragment: Fragment, shape: tuple[int, ...]) -> Shapes:
-        """Names and forms in a record, of a fragment of a parameter of `shape` once it was updated."""
-        numel = fragment.stop - fragment.start
-        forms = {} if self.spec is None else self.spec.recorded(shape if self.whole else (numel,))
+    def owned(self, bucket: Bucket, rank: int, world_size: int) -> int:
+        """Elements of a rank's slice that are those of parameters; of slices that are stepped, with gaps."""
+        if self.whole:
+            return sum(one.stop - one.start for one in self.space.fragments(bucket, rank, world_size))
+        low, high = bucket.extent(rank, world_size)
+        return high - low
+
+    def recorded(self, parameter: ParameterSpec, numel: int) -> Shapes:
+        """Names and forms in a record, of `numel` elements of a parameter."""
+        forms = {} if self.spec is None else self.spec.recorded(parameter.shape if self.whole else (numel,))
         forms |= {MASTER: ((numel,), torch.float32)} if self.has_master else {}
-        return {f"{fragment.path}/{name}": form for name, form in forms.items()}
+        return {f"{parameter.path}/{name}": form for name, form in forms.items()}
 
 
 class Footprint:
@@ -85,50 +94,32 @@ class Footprint:
         return sorted({share.kind.name for share in shares})
 
     @cached_property
-    def _buckets(self) -> list[tuple[_Stored, Bucket, list[int]]]:
-        return [(one, bucket, bucket.splits(self.world_size)) for one in self._stored for bucket in one.space.buckets]
+    def held(self) -> list[Held]:
+        """What each rank of the group holds and sends."""
+        pending = 4 * sum(sum(bucket.splits(self.world_size)) for one in self._stored for bucket in one.space.buckets)
+        sums = np.zeros((4, self.world_size), dtype=np.int64)
+        for stored in self._stored:
+            width, copied = stored.leaf.itemsize, stored.leaf != torch.float32
+            for bucket in stored.space.buckets:
+                splits = bucket.splits(self.world_size)
+                owned = [stored.owned(bucket, rank, self.world_size) for rank in range(self.world_size)]
+                kept = np.array([*map(stored.state_nbytes, splits, owned)])
+                sums[0] += np.array(splits) * (4 + copied * width) + stored.whole * (np.array(owned) * width + kept)
+                sums[1] += kept + 4 * stored.has_master * np.array(splits)
+                sums[2:] += np.array(sent_bytes(splits, stored.dtype.itemsize)).T
+        return [Held(pending, *one) for one in sums.T.tolist()]
+
+    def fragments(self, rank: int) -> dict[str, list[int]]:
+        """Path -> [start, stop], of all that `rank` has state of."""
+        return {path: list(extent) for path, extent in self.layout.fragments(rank, self.world_size).items()}
+
+    def recorded(self, path: str, numel: int) -> Shapes:
+        """Names and forms of the tensors in a record of so many elements of a parameter, once it was updated."""
+        return self._stored_of[path].recorded(self.draft.specs[path], numel)
 
     @cached_property
-    def _pending(self) -> int:
-        return 4 * sum(sum(splits) for _, _, splits in self._buckets)
-
-    def held(self, rank: int) -> Held:
-        """What `rank` of the group holds and sends."""
-        in_step = state = reduce_sent = gather_sent = 0
-        for stored, bucket, splits in self._buckets:
-            numel = splits[rank]
-            in_step += numel * (4 + (0 if stored.leaf == torch.float32 else stored.leaf.itemsize))
-            state += 4 * numel if stored.has_master else 0
-            if stored.whole:
-                owned = sum(one.stop - one.start for one in stored.space.fragments(bucket, rank, self.world_size))
-                state += stored.state_nbytes(owned)
-                in_step += owned * stored.leaf.itemsize + stored.state_nbytes(owned)
-            elif numel and stored.space.holds(bucket, rank, self.world_size):
-                state += stored.state_nbytes(numel)
-            reduced, gathered = sent_bytes(splits, rank, stored.dtype.itemsize)
-            reduce_sent += reduced
-            gather_sent += gathered
-        return Held(self._pending, in_step, state, reduce_sent, gather_sent)
-
-    def fragments(self, rank: int) -> Iterator[tuple[_Stored, Fragment]]:
-        """What `rank` has state of."""
-        for stored, bucket, _ in self._buckets:
-            for fragment in stored.space.fragments(bucket, rank, self.world_size):
-                yield stored, fragment
-
-    def record(self, rank: int) -> tuple[dict[str, list[int]], Shapes]:
-        """The fragments of `rank`'s record, path -> [start, stop], and the forms of its tensors by name."""
-        shapes = self._shapes
-        fragments: dict[str, list[int]] = {}
-        forms: Shapes = {}
-        for stored, fragment in self.fragments(rank):
-            fragments[fragment.path] = [fragment.start, fragment.stop]
-            forms |= stored.recorded(fragment, shapes[fragment.path])
-        return fragments, forms
-
-    @cached_property
-    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: spec.shape for path, spec in self.draft.specs.items()}
+    def _stored_of(self) -> dict[str, _Stored]:
+        return {placed.path: stored for stored in self._stored for placed in stored.space.parameters}
 
 
 def _stored(draft: Draft, space: Space) -> _Stored:

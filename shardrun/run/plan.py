@@ -1,0 +1,224 @@
+"""What a run would hold, send and save on every rank of a world, without starting it: one process, no memory for it.
+
+Layouts, owners, forms of state and sizes of files come from the functions that the run itself uses. What they need of
+the model are shapes, so it is built on the meta device (see run/places.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from shardrun.checkpoint.files import MODEL_METADATA, file_metadata, kept_on_disk
+from shardrun.checkpoint.store import model_file, record_file, state_file
+from shardrun.comm.agreement import ROUND_BYTES
+from shardrun.config.groups import replica_sets
+from shardrun.config.schema import Config
+from shardrun.errors import ConfigError
+from shardrun.records.header import TensorBytes, planned_bytes
+from shardrun.records.header_parser import DTYPE_NAMES
+from shardrun.records.tensors import form_bytes
+from shardrun.run.groups import record_name, refuse_shared_paths, rounds_per_step
+from shardrun.run.model_files import join_parts
+from shardrun.run.optimizer import draft_optimizer
+from shardrun.run.places import Place, build_places
+from shardrun.run.recipe import Recipe, load_recipe
+from shardrun.run.state import new_run_id
+from shardrun.step.footprint import Footprint, Held
+from shardrun.step.session import trainable_order
+
+Piece = tuple[str, int, bool]
+"""A fragment as far as the size of a file depends on it: path, elements, and whether it begins the parameter."""
+_CODES = {name: code for code, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of a checkpoint."""
+
+    path: str
+    role: str
+    rank: int
+    """Who writes it."""
+    bytes: int
+
+
+@dataclass
+class PlannedGroup:
+    """One replica set of a group of the config."""
+
+    name: str
+    record: str
+    """As checkpoints name what this replica set holds."""
+    strategy: str
+    ranks: tuple[int, ...]
+    footprint: Footprint
+    _sizes: dict[tuple[Piece, ...], int] = field(default_factory=dict)
+    """Bytes of the files of records that hold the same."""
+    _pieces: dict[Piece, dict[str, TensorBytes]] = field(default_factory=dict)
+
+    @cached_property
+    def elements(self) -> int:
+        """Trained elements."""
+        return sum(spec.numel for spec in self.footprint.draft.specs.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its contract."""
+        return self.footprint.draft.contract.digest
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is, as plain JSON."""
+        draft = self.footprint.draft
+        return {
+            "name": self.name,
+            "record": self.record,
+            "strategy": self.strategy,
+            "optimizers": {share.kind.name: len(share.paths) for share in draft.shares if share.paths},
+            "ranks": list(self.ranks),
+            "tensors": len(draft.specs),
+            "elements": self.elements,
+        }
+
+    def record_bytes(self, number: int, step: int, run: str) -> int:
+        """Size of the file of the record of its rank `number`."""
+        fragments = self.footprint.fragments(number)
+        same = tuple((path, stop - start, start == 0) for path, (start, stop) in fragments.items())
+        if same not in self._sizes:
+            tensors = {name: one for piece in same for name, one in self._kept(piece).items()}
+            self._sizes[same] = planned_bytes(tensors, file_metadata(step, run, {"contract": self.digest}))
+        return self._sizes[same]
+
+    def _kept(self, piece: Piece) -> dict[str, TensorBytes]:
+        """What a file holds of a fragment."""
+        if piece not in self._pieces:
+            path, numel, begins = piece
+            forms = self.footprint.recorded(path, numel)
+            tensors = {name: form_bytes(name, dtype, shape) for name, (shape, dtype) in forms.items()}
+            dims = {name: len(shape) for name, (shape, _) in forms.items()}
+            self._pieces[piece] = kept_on_disk(tensors, dims, {path: [0 if begins else 1]})
+        return self._pieces[piece]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run on `world_size` ranks."""
+
+    config: Config
+    places: list[Place]
+    groups: list[PlannedGroup]
+    files: list[PlannedFile]
+    """Of a checkpoint of the last step, but for its manifest."""
+    rounds: int
+    """Rounds of a few integers in each step."""
+    notes: list[str]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.config.topology.world_size
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint."""
+        return sum(file.bytes for file in self.files)
+
+    def ranks(self) -> Iterator[tuple[int, Place, dict[str, Held]]]:
+        """Every rank, its place, and by group what it holds and sends."""
+        place_of = {rank: place for place in self.places for rank in place.ranks}
+        held: dict[int, dict[str, Held]] = {rank: {} for rank in range(self.world_size)}
+        for group in self.groups:
+            for rank, one in zip(group.ranks, group.footprint.held, strict=True):
+                held[rank][group.name] = one
+        for rank, groups in held.items():
+            yield rank, place_of[rank], groups
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain JSON; sizes in bytes."""
+        axes = self.config.topology.axes
+        return {
+            "world_size": self.world_size,
+            "axes": dict(axes),
+            "groups": [group.to_json() for group in self.groups],
+            "ranks": [
+                {
+                    "rank": rank,
+                    "weights": place.weights,
+                    "frozen": place.frozen,
+                    "buffers": place.buffers,
+                    "groups": {name: asdict(one) for name, one in groups.items()},
+                }
+                for rank, place, groups in self.ranks()
+            ],
+            "rounds_per_step": self.rounds,
+            "bytes_per_round": ROUND_BYTES,
+            "files": [asdict(file) for file in self.files],
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "notes": self.notes,
+        }
+
+
+def plan(config: Config) -> Planned:
+    """Plan the run of `config`; local. ConfigError, SelectionError and UsageError for what a run would refuse."""
+    recipe = load_recipe(config.recipe, config.recipe_args)
+    found = build_places(config, recipe)
+    groups = list(_groups(config, recipe, found))
+    spread = [group for group in groups if len(group.ranks) < config.topology.world_size]
+    refuse_shared_paths({one.record: [spec.path for spec in one.footprint.draft.contract.specs]} for one in spread)
+    notes = list(dict.fromkeys(note for place in found for note in place.notes))
+    notes += [
+        f"the state of {name} is not known before its first update, and not counted"
+        for name in sorted({name for group in groups for name in group.footprint.unknown})
+    ]
+    files = [*_model_files(config, found), *_records(config, groups), *_states(config, found)]
+    return Planned(config, found, groups, files, rounds_per_step(config), notes)
+
+
+def _groups(config: Config, recipe: Recipe, found: Sequence[Place]) -> Iterator[PlannedGroup]:
+    place_of = {rank: place for place in found for rank in place.ranks}
+    for name, asked in config.parts.items():
+        sets = replica_sets(asked.replicas, config.topology.axes, config.topology.world_size)
+        for part, ranks in enumerate(sets):
+            selection = place_of[ranks[0]].selections[name]
+            contract = selection.contract()
+            order = trainable_order(selection.parameters, contract)
+            draft = draft_optimizer(asked.optimizer, config, contract, order, recipe)
+            footprint = Footprint(draft, len(ranks))
+            yield PlannedGroup(name, record_name(name, part, len(sets)), asked.optimizer.strategy, ranks, footprint)
+
+
+# ---- a checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def _told(config: Config, metadata: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file that the last step writes; its length is all that counts."""
+    return file_metadata(config.train.steps or 1, new_run_id(), metadata)
+
+
+def _model_files(config: Config, found: Sequence[Place]) -> Iterator[PlannedFile]:
+    parts, problem = join_parts({place.ranks[0]: (place.stored, place.aliases) for place in found})
+    if problem:
+        raise ConfigError(f"recipe: {problem}")
+    written: dict[int, dict[str, TensorBytes]] = {}
+    for name, rank in parts.holder.items():
+        code, shape = parts.specs[name]
+        written.setdefault(rank, {})[name] = TensorBytes(_CODES[code], tuple(shape), bytes)
+    for number, (rank, tensors) in enumerate(sorted(written.items())):
+        size = planned_bytes(tensors, _told(config, MODEL_METADATA))
+        yield PlannedFile(model_file(number, len(written)), "model", rank, size)
+
+
+def _records(config: Config, groups: Sequence[PlannedGroup]) -> Iterator[PlannedFile]:
+    step, run = config.train.steps or 1, new_run_id()
+    for group in groups:
+        for number, rank in enumerate(group.ranks):
+            path = record_file(group.record, number, len(group.ranks), group.strategy)
+            yield PlannedFile(path, "record", rank, group.record_bytes(number, step, run))
+
+
+def _states(config: Config, found: Sequence[Place]) -> Iterator[PlannedFile]:
+    sizes = [(place.ranks, planned_bytes(place.state, _told(config, {}))) for place in found]
+    for rank, size in sorted((rank, size) for ranks, size in sizes for rank in ranks):
+        yield PlannedFile(state_file(rank, config.topology.world_size), "state", rank, size)
