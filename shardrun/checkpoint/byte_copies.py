@@ -95,15 +95,9 @@ class Source:
         """Close it, finished or not."""
         self._file.close()
 
-    def _read(self, count: int) -> memoryview:
-        try:
-            return memoryview(read_exactly(self._file, count, self._where))
-        except OSError as error:
-            raise CheckpointError(f"{self._where}: cannot be read: {error.strerror}") from error
-
     def _read_to(self, stop: int, target: Target | None) -> None:
         while self._at < stop:
-            part = self._read(min(CHUNK, stop - self._at))
+            part = memoryview(read_exactly(self._file, min(CHUNK, stop - self._at), self._where))
             self._hashed.result()
             self._hashed = self._hasher.submit(self._digest.update, part)
             if target is not None:

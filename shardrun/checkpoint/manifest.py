@@ -65,11 +65,14 @@ def read_manifest(checkpoint: Path) -> tuple[dict[str, Any], str]:
 
 
 def _read_raw(checkpoint: Path) -> bytes:
-    with open_inside(checkpoint, MANIFEST) as file:
-        raw = bytearray()
-        while len(raw) <= _MAX_BYTES and (chunk := file.read(1 << 20)):
-            raw += chunk
-        return bytes(raw)
+    raw = bytearray()
+    try:
+        with open_inside(checkpoint, MANIFEST) as file:
+            while len(raw) <= _MAX_BYTES and (chunk := file.read(1 << 20)):
+                raw += chunk
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: cannot be read: {error.strerror}") from error
+    return bytes(raw)
 
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:
@@ -129,6 +132,10 @@ def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < 1 << 63
 
 
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
 def _check_fields(found: dict[str, Any]) -> None:
     for key in ("step", "sequence", "saved_at"):
         if not _is_count(found.get(key)):
@@ -136,6 +143,9 @@ def _check_fields(found: dict[str, Any]) -> None:
     topology = found.get("topology")
     if not isinstance(topology, dict) or not _is_count(topology.get("world_size"), 1):
         raise CheckpointError("topology.world_size is missing or not a whole number")
+    members = topology.get("members", {})
+    if not isinstance(members, dict) or not all(map(_are_ranks, members.values())):
+        raise CheckpointError(f"topology.members are {members!r}, not ranks of groups")
     for key in ("groups", "model", "aliases"):
         if not isinstance(found.get(key), dict):
             raise CheckpointError(f"{key} is missing or not a mapping")
@@ -156,8 +166,7 @@ def _check_names(found: dict[str, Any]) -> None:
     for name, group in found["groups"].items():
         if not is_plain_name(name) or not isinstance(group, dict) or not _is_contract(group.get("contract")):
             raise CheckpointError(f"groups: {name!r} is not a group with a contract")
-        members = group.get("members", [])
-        if not isinstance(members, list) or not all(map(_is_count, members)):
+        if not _are_ranks(members := group.get("members", [])):
             raise CheckpointError(f"groups: {name}: members are {members!r}, not ranks")
     paths = [
         str(entry["path"]) if isinstance(entry, dict) and "path" in entry else str(entry) for entry in found["files"]

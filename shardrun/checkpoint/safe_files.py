@@ -10,6 +10,8 @@ from typing import BinaryIO
 from shardrun.errors import CheckpointError
 from shardrun.records.header import regular_file
 
+_DEEPEST = 16
+
 
 def open_inside(root: Path, relative: str) -> BinaryIO:
     """The regular file `relative` below `root`, open for reading, unbuffered; no part of `relative` may be a link.
@@ -35,12 +37,15 @@ def open_inside(root: Path, relative: str) -> BinaryIO:
 
 
 def list_tree(root: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """(relative path, status) of everything below `root` that is not a folder, in order; links are not followed."""
+    """(relative path, status) of everything below `root` that is not a folder, in order; links are not followed.
+
+    Nothing of ours lies deeper than _DEEPEST folders: one that does is given as it stands and not looked into.
+    """
     with os.scandir(root / below if below else root) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         relative = f"{below}/{entry.name}" if below else entry.name
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and relative.count("/") < _DEEPEST:
             yield from list_tree(root, relative)
         else:
             yield relative, entry.stat(follow_symlinks=False)

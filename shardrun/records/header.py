@@ -192,10 +192,14 @@ def read_exactly(file: BinaryIO, count: int, where: str) -> bytearray:
 
 
 def fill(file: BinaryIO, target: memoryview, where: str) -> None:
-    """Read into `target` (bytes, writable) until it is full; CheckpointError if the file ends before."""
+    """Read into `target` (bytes, writable) until it is full; CheckpointError if the file ends before, or the disk
+    cannot read it."""
     done = 0
     while done < target.nbytes:
-        count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        try:
+            count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
         if not count:
             raise CheckpointError(f"{where}: ended {target.nbytes - done:,} bytes early while being read")
         done += count

@@ -164,8 +164,10 @@ class _Cursor:
         if self.skip("]"):
             return found
         while True:
-            number = self.token(_NUMBER, "a whole number below 2**63")
-            found.append(int(number))
+            number = int(self.token(_NUMBER, "a whole number"))
+            if number > _LARGEST:
+                raise self.fault("a whole number below 2**63")
+            found.append(number)
             if len(found) > _MOST_AXES:
                 raise self.fault(f"at most {_MOST_AXES} numbers")
             if self.skip("]"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import io
 import json
 import os
 import resource
@@ -256,10 +257,11 @@ def test_a_disk_that_fails_after_the_rename_is_told_as_such(of_one: Path, tmp_pa
 
 
 def test_a_source_that_cannot_be_read_is_named(of_one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> bytearray:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    class Broken(io.FileIO):
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("shardrun.checkpoint.byte_copies.read_exactly", fail)
+    monkeypatch.setattr("shardrun.checkpoint.byte_copies.open_inside", lambda root, name: Broken(root / name))
     with pytest.raises(CheckpointError, match=f"{of_one}/model.safetensors: cannot be read: Input/output error"):
         reshard(of_one, tmp_path / "out", 3)
     (tmp_path / "file").write_text("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import random
 import shutil
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from shardrun.checkpoint import safe_files
+from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.load import load
 from shardrun.checkpoint.manifest import MANIFEST
 from shardrun.checkpoint.store import CHECKPOINTS, LATEST
@@ -148,6 +152,32 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path: Path, monkeypa
     monkeypatch.setattr("shardrun.checkpoint.read.fresh_tensor", shrink)
     with pytest.raises(CheckpointError, match=r"model.safetensors: ended .* early while being read"):
         load(tmp_path, COMM, state.expected())
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1)
+    path = put(tmp_path, 2) / "model.safetensors"
+    good = safe_files.regular_file
+    monkeypatch.setattr(
+        safe_files, "regular_file", lambda fd, where: (BadSector if where == str(path) else good)(fd, where)
+    )
+    told = "model.safetensors: cannot be read: Input/output error"
+    with pytest.raises(CheckpointError, match=told):
+        load(tmp_path, COMM, state.expected())
+    assert told in "".join(require_newest(tmp_path, 1, allow_fallback=True))
+    assert [told in line for line in inspect(path.parent)["problems"]] == [True]
+
+
+class BadSector(io.FileIO):
+    """A file whose disk cannot read what follows its first bytes."""
+
+    def __init__(self, descriptor: int, where: str) -> None:
+        super().__init__(descriptor)
+
+    def readinto(self, buffer: Any) -> int:
+        if self.tell() < 8:
+            return super().readinto(buffer) or 0
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_all_damaged_are_all_told(tmp_path: Path) -> None:

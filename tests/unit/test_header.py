@@ -173,6 +173,7 @@ HOSTILE: dict[str, tuple[bytes | str | dict[str, object], str]] = {
     "true as size": ({"a": entry(shape=[True, 2])}, "whole number"),
     "overflow": ({"a": entry(shape=[1 << 32, 1 << 32], offsets=[0, 0])}, "beyond any memory"),
     "overflow hidden by a zero": ({"a": entry(shape=[1 << 62, 1 << 62, 0], offsets=[0, 0])}, "beyond any memory"),
+    "axis that is no int64": ({"a": entry(shape=[0, 1 << 63], offsets=[0, 0])}, r"below 2\*\*63"),
     "digits without end": ('{"a":{"dtype":"F32","shape":[' + "9" * 50_000 + "]}}", "whole number"),
     "axes without end": ({"a": entry(shape=[1] * 100_000)}, "at most 64"),
     "unknown dtype": ({"a": entry("F31")}, "unknown dtype 'F31'"),
