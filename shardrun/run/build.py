@@ -21,7 +21,15 @@ from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
 from shardrun.run import model as models
-from shardrun.run.groups import TrainedGroup, open_world, record_name, replica_set, require_apart, select_groups
+from shardrun.run.groups import (
+    TrainedGroup,
+    members,
+    open_world,
+    record_name,
+    replica_set,
+    require_apart,
+    select_groups,
+)
 from shardrun.run.optimizer import Placement, shard_optimizer
 from shardrun.run.recipe import Recipe, World, load_recipe
 from shardrun.run.schedule import Schedule
@@ -49,6 +57,8 @@ class Built:
     missing: MissingGradientPolicy
     autocast: bool
     notes: list[str]
+    in_parts: bool
+    """Whether the ranks have different parts of the model, trained or not; the same on all ranks."""
     buffer_forms: dict[str, str]
     """Shape and dtype of every buffer as the recipe built it: what a restore can put back."""
 
@@ -59,7 +69,7 @@ class Built:
 
     @property
     def spread(self) -> list[tuple[Communicator, Collection[str]]]:
-        """What only some ranks hold alike: their communicator and the paths."""
+        """What only some ranks train alike: their communicator and the paths."""
         return [(group.comm, group.selection.parameters) for group in self.groups if group.spread]
 
     @property
@@ -120,7 +130,8 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     selected = {path for selection in selections.values() for path in selection.parameters}
     unselected = models.freeze_unselected(model, selected)
     notes += [note for name, selection in selections.items() for note in selection_notes(name, selection, config)]
-    differed = models.compare_unselected(comm, model, unselected, config.topology.sync_unselected, world.axes)
+    apart = bool(world.axes) or len(members(config)) > len(config.parts)
+    differed = models.compare_unselected(comm, model, unselected, config.topology.sync_unselected, apart=apart)
     if differed:
         notes.append(f"{differed} unselected tensors differed between ranks and were overwritten by rank 0's")
     checkpointed = models.checkpoint_activations(model, config.train.activation_checkpointing)
@@ -142,6 +153,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         missing=MissingGradientPolicy(config.train.missing_gradients),
         autocast=config.precision.autocast == "bf16",
         notes=notes,
+        in_parts=models.in_parts(comm, model),
         buffer_forms=models.buffer_forms(model),
     )
 

@@ -206,13 +206,19 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
     return len(outermost)
 
 
+def in_parts(comm: Communicator, model: nn.Module) -> bool:
+    """Whether any rank has tensors in its model that another one has not; collective."""
+    names = repr(sorted(named_tensors(model)))
+    return bool(comm.compare("names of the model", "", {"names": names}).differing)
+
+
 def compare_unselected(
-    comm: Communicator, model: nn.Module, unselected: Mapping[str, nn.Parameter], sync: bool, axes: Mapping[str, int]
+    comm: Communicator, model: nn.Module, unselected: Mapping[str, nn.Parameter], sync: bool, *, apart: bool
 ) -> int:
     """Unselected parameters and all buffers must be the same on every rank; collective.
 
     A difference is refused naming the first tensor, or with `sync` overwritten by rank 0's. Returns how many differed.
-    With `axes` a rank may be without what others have: its part of the model is another one.
+    `apart`: a rank may be without what others have, its part of the model being another one.
     """
     replicated = {path: parameter.data for path, parameter in unselected.items()} | named_buffers(model)
     digests = {path: _digest(tensor) for path, tensor in sorted(replicated.items())}
@@ -222,7 +228,7 @@ def compare_unselected(
     differing = [
         path
         for path in sorted(set().union(*by_rank))
-        if len({held.get(path) for held in by_rank if path in held or not axes}) > 1
+        if len({held.get(path) for held in by_rank if path in held or not apart}) > 1
     ]
     if not differing:
         return 0

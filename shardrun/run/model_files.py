@@ -82,10 +82,10 @@ def _parameters_digest(built: Built, loaded: Loaded, of: Callable[[Mapping[str, 
     readers = {path: held for path, held in loaded.model_files.items() if mine >= {*held}}
     digests = {
         path: of({name: loaded.model[name] for name in parameters if name in held})
-        for path, held in (readers if built.spread or built.comm.rank == 0 else {}).items()
+        for path, held in (readers if built.in_parts or built.comm.rank == 0 else {}).items()
     }
-    every = built.comm.agree("parameter digests", digests) if built.spread else [digests]
-    if not built.spread and built.comm.rank != 0:
+    every = built.comm.agree("parameter digests", digests) if built.in_parts else [digests]
+    if not built.in_parts and built.comm.rank != 0:
         return None
     files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
     found = [next((one[path] for one in every if path in one), "") for path in files]

@@ -30,11 +30,13 @@ _CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a cor
 _ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
 
 
-def compare_replicas(comm: Communicator, model: nn.Module, spread: Sequence[Spread], prevented: str) -> dict[str, str]:
+def compare_replicas(
+    comm: Communicator, model: nn.Module, spread: Sequence[Spread], prevented: str, *, in_parts: bool
+) -> dict[str, str]:
     """Return if every parameter is the same on all ranks that have it, bit for bit; collective, nothing is changed.
 
-    `spread` has the parameters that only some ranks hold alike, by path, with the communicator of these. Gives the
-    digests that were compared, by path; none in a world of one.
+    `spread` has the parameters that only some ranks train alike, by path, with the communicator of these; `in_parts`:
+    a rank may be without what others have. Gives the digests that were compared, by path; none in a world of one.
 
     DivergenceError on all ranks otherwise, naming the first tensor and the ranks that differ; `prevented` is what does
     not happen then, as its first words. Tied parameters count once; buffers are each rank's own.
@@ -48,13 +50,15 @@ def compare_replicas(comm: Communicator, model: nn.Module, spread: Sequence[Spre
     for group, paths in sets:
         held = sorted((path, digests[path]) for path in paths)
         differs |= bool(group.compare("replicas", "", {"digests": repr(held)}).differing)
-    if spread:  # other ranks may be in groups of which this one knows nothing
+    if in_parts:  # other ranks may be in groups of which this one knows nothing
         differs = comm.compare("replicas of all groups", "", sums=[int(differs)]).sums[0] > 0
     if not differs:
         return digests
     every: list[dict[str, str]] = comm.agree("replica digests", digests)
-    shown = {path: _holders(path, every, some=bool(spread)) for path in sorted(set().union(*every))}
+    shown = {path: _holders(path, every, some=in_parts) for path in sorted(set().union(*every))}
     differing = [path for path, held in shown.items() if len(set(held.values())) > 1]
+    if not differing:  # of frozen parts the ranks hold different ones
+        return digests
     first, more = differing[0], f" ({len(differing)} of {len(digests)} parameters in all)" if len(differing) > 1 else ""
     raise by_all(
         DivergenceError(

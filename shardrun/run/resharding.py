@@ -15,6 +15,7 @@ from shardrun.checkpoint.store import CHECKPOINTS, STAGING, candidates
 from shardrun.checkpoint.together import by_root
 from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
+from shardrun.config.schema import Config
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import remove_tree
 from shardrun.run.groups import members
@@ -51,28 +52,30 @@ def find_source(comm: Communicator, job: Mapping[str, Any]) -> Source:
         return Source(asked)
     scratch = Path(job["run_dir"]) / CHECKPOINTS / STAGING
     fallback = bool(options.get("allow_fallback"))
-    sets = members(from_mapping(job["config"]))
-    found = by_root(comm, "reshard", lambda: _at_world_size(asked, scratch, sets, comm.world_size, fallback))
+    config = from_mapping(job["config"])
+    found = by_root(comm, "reshard", lambda: _at_world_size(asked, scratch, config, fallback))
     made_of = found["made_of"] and Path(found["made_of"])
     return Source(Path(found["path"]), made_of, bool(found.get("regroup")), tuple(found["notes"]))
 
 
-def _at_world_size(
-    asked: Path, scratch: Path, sets: Mapping[str, list[int]], world_size: int, fallback: bool
-) -> dict[str, Any]:
+def _at_world_size(asked: Path, scratch: Path, config: Config, fallback: bool) -> dict[str, Any]:
     """The fields of a Source, as plain JSON. What is damaged by its sizes already is left for the load to tell."""
     notes: list[str] = []
+    sets, axes, world_size = members(config), dict(config.topology.axes), config.topology.world_size
     for found in candidates(asked):
         if not found.complete and fallback:
             notes.append(f"checkpoint {found.path} is damaged: {found.why}")
             continue
         if not found.complete:
             break
-        topology = read_manifest(found.path)[0]["topology"]
-        before, saved = topology["world_size"], topology.get("members", {})
-        if before == world_size and saved.keys() == sets.keys() and all(saved[name] == sets[name] for name in sets):
+        manifest = read_manifest(found.path)[0]
+        before, saved = manifest["topology"]["world_size"], manifest["topology"].get("members", {})
+        before_axes = manifest.get("config", {}).get("topology", {}).get("axes", {})
+        other_axes = before_axes != axes  # frozen parts of the model may move, too
+        if before == world_size and saved == sets and not other_axes:
             return {"path": str(found.path), "made_of": None, "notes": notes}
-        if any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values()):
+        spread = any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values())
+        if spread or other_axes:
             told = f"{found.path.name} was regrouped from {_told(saved)} to {_told(sets)}; {CLAIM}"
             return {"path": str(found.path), "made_of": None, "regroup": True, "notes": [*notes, told]}
         target = scratch / f"{found.path.name}.{world_size}-ranks.{secrets.token_hex(4)}"

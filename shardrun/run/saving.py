@@ -102,7 +102,8 @@ class Saving:
 
     def _save(self, progress: Progress, wait: bool) -> None:
         built, lineage, asked = self.built, self.lineage, self.built.config.checkpoint
-        compared = compare_replicas(built.comm, built.model, built.spread, f"step {progress.step} is not saved")
+        prevented = f"step {progress.step} is not saved"
+        compared = compare_replicas(built.comm, built.model, built.spread, prevented, in_parts=built.in_parts)
         self.saved_step = progress.step
         keeps: dict[str, Any] = {"keep": asked.keep, "keep_every": asked.keep_every, "fence": lineage.fence}
         if self._in_background and not wait:

@@ -92,7 +92,7 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
         aliases=aliases,
         rank_state=rank_state(built.model),
         param_sha256=partial(_joint_digest, progress.step, [*distinct_parameters(built.model)], compared),
-        parts=model_parts(built.comm, model, aliases) if built.spread else None,
+        parts=model_parts(built.comm, model, aliases) if built.in_parts else None,
     )
 
 
@@ -200,7 +200,7 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
         expected = _expected(built)
         if accepts:
             del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
-        names = named_tensors(built.model).keys() if built.spread else None
+        names = named_tensors(built.model).keys() if built.in_parts else None
         fallback = bool(options.get("allow_fallback"))
         loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
     if loaded is None:
@@ -285,7 +285,7 @@ def _expected(built: Built) -> dict[str, Any]:
     model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
     specs: Mapping[str, Any] = model_specs(model)
     groups = {g.record_name: {"contract": g.sharded.record_meta()["contract"]} for g in built.groups}
-    if built.spread:
+    if built.in_parts:
         parts = model_parts(built.comm, model, aliases)
         specs, aliases = parts.specs, dict(parts.aliases)
         groups = {name: group for held in built.comm.agree("groups", groups) for name, group in held.items()}

@@ -134,10 +134,12 @@ class Trainer:
 
     def _check_replicas(self) -> None:
         """Compare the parameters before this window's update spreads them, where it is due."""
-        every, window = self.built.config.train.check_replicas_every, self.progress.step + 1
+        built, window = self.built, self.progress.step + 1
+        every = built.config.train.check_replicas_every
         if every is not None and window % every == 0:
-            self.built.comm.enter("replicas")
-            compare_replicas(self.built.comm, self.built.model, self.built.spread, f"step {window} is not made")
+            prevented = f"step {window} is not made"
+            built.comm.enter("replicas")
+            compare_replicas(built.comm, built.model, built.spread, prevented, in_parts=built.in_parts)
 
     def _update(self, window: Window, tally: Tally) -> dict[str, Any]:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""

@@ -88,7 +88,7 @@ def test_a_world_of_one_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(replicas, "digest", unexpected)
-    replicas.compare_replicas(Communicator.single(), torch.nn.Linear(2, 2), [], "step 1 is not saved")
+    replicas.compare_replicas(Communicator.single(), torch.nn.Linear(2, 2), [], "step 1 is not saved", in_parts=False)
 
 
 @pytest.mark.parametrize(
