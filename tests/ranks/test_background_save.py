@@ -20,6 +20,8 @@ from tests.support.rank_process import Seat
 from tests.support.ranks import run_ranks
 from tests.support.training import RECIPES, Trained, document, trained
 
+pytestmark = pytest.mark.sample(6)
+
 PLAIN = str(RECIPES / "run_plain.py")
 STEPS = 6
 

@@ -32,6 +32,8 @@ from tests.golden.runs import flip, put
 from tests.support.ranks import run_ranks
 from tests.support.training import RECIPES, Trained, document, trained
 
+pytestmark = pytest.mark.sample(5)
+
 ADAMW = {"name": "adamw", "lr": 0.1, "options": [{"match": ["l2"], "weight_decay": 0.0, "lr_scale": 0.5}]}
 
 

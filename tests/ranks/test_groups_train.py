@@ -26,7 +26,7 @@ from tests.support.training import Trained, document, train, trained
 MOE = str(ROOT / "recipes" / "moe.py")
 _ARGS: dict[str, Any] = {"context": 16, "layers": 2, "width": 16, "heads": 2, "experts": 4, "top_k": 2, "balance": 0.1}
 _STEPS = 50 if os.environ.get("SHARDRUN_LONG") else 6
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(5)
 _ADAMW: dict[str, Any] = {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 
 

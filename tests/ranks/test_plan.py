@@ -17,7 +17,7 @@ from tests.support.launching import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.training import RECIPES, document, trained
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(4)
 
 _QUICK = [
     "train.steps=1",

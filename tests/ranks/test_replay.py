@@ -30,7 +30,7 @@ from tests.ranks.test_groups_train import moe
 from tests.support.training import RECIPES, Trained, document, trained
 from tests.support.verifying import Silent, forked
 
-pytestmark = pytest.mark.sample(12)
+pytestmark = pytest.mark.sample(6)
 
 NET = str(RECIPES / "verify_net.py")
 ADAMW = {"name": "adamw", "lr": 0.01}

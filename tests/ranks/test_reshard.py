@@ -164,6 +164,8 @@ import sys
 from pathlib import Path
 from shardrun.checkpoint.reshard import reshard
 
+pytestmark = pytest.mark.sample(12)
+
 def status(key):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
 

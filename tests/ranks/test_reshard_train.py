@@ -15,6 +15,8 @@ from shardrun.checkpoint.reshard import reshard
 from tests.golden.runs import flip
 from tests.support.training import RECIPES, Trained, document, train, trained
 
+pytestmark = pytest.mark.sample(5)
+
 GPT = str(RECIPES.parents[2] / "recipes" / "gpt.py")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 1e-2, "options": [{"match": ["*norm.weight"], "weight_decay": 0.0}]},

@@ -15,7 +15,7 @@ from shardrun.run.verify import Verification
 from tests.support.training import RECIPES, Trained, document, train, trained
 from tests.support.verifying import Silent, forked, verify_config
 
-pytestmark = pytest.mark.sample(8)
+pytestmark = pytest.mark.sample(5)
 
 OWN = str(RECIPES / "own_optimizer.py")
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.02, "rest": {"name": "adamw", "lr": 0.003}}

@@ -22,7 +22,7 @@ from tests.support.rank_process import mark
 from tests.support.ranks import Outcome, run_ranks, start_ranks
 from tests.support.sessions import same_bits, told
 
-pytestmark = pytest.mark.sample(14)
+pytestmark = pytest.mark.sample(10)
 
 
 def _subgroup(comm: sr.Communicator, *ranks: int) -> sr.Communicator:

@@ -25,7 +25,7 @@ from tests.support.rank_process import Seat, open_communicator
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.sessions import Photograph, make_zero2, photograph, told
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(4)
 
 _VICTIM = 1
 _KEEP_GRADIENTS = {"collect", "agree", "reduce", "normalise", "decide", "propose"}

@@ -18,7 +18,7 @@ from tests.ranks.test_groups_train import moe
 from tests.support.training import RECIPES, document
 from tests.support.verifying import Silent, forked, verify_config
 
-pytestmark = pytest.mark.sample(7)
+pytestmark = pytest.mark.sample(3)
 
 NET = str(RECIPES / "verify_net.py")
 GPT = str(RECIPES.parents[2] / "recipes" / "gpt.py")
