@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,10 @@ def _saved(found: Found) -> Saved:
 def _before(found: list[Found], last: Saved, run_dir: Path) -> Saved:
     """The newest sound checkpoint that the last one may have come after."""
     sequence = last.manifest["sequence"]
-    for one in found:
-        if one.complete and one.sequence is not None and one.sequence < sequence and one.step < last.step:
-            return _saved(one)
+    earlier = [one for one in found if one.complete and (one.sequence or sequence) < sequence and one.step < last.step]
+    came_from = {name for name, manifest in _ancestry(run_dir, last) if manifest is not None}
+    for one in sorted(earlier, key=lambda one: one.path.name not in came_from):  # else the newest first
+        return _saved(one)
     raise UsageError(
         f"{run_dir}: holds no checkpoint before {last.path.name}; a replay lies between two of them "
         "(checkpoint.every, and checkpoint.keep of 2 or more)"
@@ -146,19 +147,36 @@ def _resumed_at(run_dir: Path, first: Saved, last: Saved) -> tuple[list[int], bo
 
     UsageError if the way back does not lead to `first`.
     """
-    name, attempt = last.manifest.get("parent"), last.manifest["attempt"]
-    stops: list[int] = []
-    while isinstance(name, str) and (step := step_of(name) or 0) >= first.step:
+    attempt, stops = last.manifest["attempt"], list[int]()
+    for name, manifest in _ancestry(run_dir, last):
+        if (step_of(name) or 0) < first.step:
+            raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run went on from {name}")
+        if manifest is None:
+            return stops, False
+        if manifest["attempt"] != attempt:
+            stops.insert(0, manifest["step"])
+        if name == first.path.name:
+            return stops, True
+        attempt = manifest["attempt"]
+    raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run began anew between them")
+
+
+def _ancestry(run_dir: Path, last: Saved) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """Name and manifest of each checkpoint that `last` came from, newest first; None, and no more, for one that is
+    gone. One of that name that was saved later is another one: the run went on from an earlier step meanwhile.
+    """
+    later = last.manifest
+    while isinstance(name := later.get("parent"), str):
         try:
             manifest = read_manifest(checkpoints_folder(run_dir) / name)[0]
         except CheckpointError:
-            return stops, False
-        if manifest["attempt"] != attempt:
-            stops.insert(0, step)
-        if name == first.path.name:
-            return stops, True
-        name, attempt = manifest.get("parent"), manifest["attempt"]
-    raise UsageError(f"{last.path.name} did not come after {first.path.name}: the run went on from {name}")
+            yield name, None
+            return
+        if manifest["sequence"] >= later["sequence"] or "attempt" not in manifest:
+            yield name, None
+            return
+        yield name, manifest
+        later = manifest
 
 
 def _settings(run_dir: Path, last: Saved) -> tuple[Config, tuple[str, ...]]:

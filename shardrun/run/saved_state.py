@@ -9,6 +9,7 @@ from typing import Any
 
 from shardrun.checkpoint.contents import Contents, Meter
 from shardrun.checkpoint.difference import MODEL, STATE, compare
+from shardrun.errors import CheckpointError
 from shardrun.run.comparison import METRICS, Comparison, leaves
 from shardrun.run.metrics import NAME, read_rows
 from shardrun.run.proof import Compared
@@ -26,7 +27,10 @@ _OF_A_GROUP = ("contract", "layout", "optimizer", "step_count")
 
 
 def compared(run: Contents, replay: Contents, meter: Meter) -> list[Compared]:
-    """All that two checkpoints of one step hold: what the manifests say of the state, and every tensor by name."""
+    """All that two checkpoints of one step hold: what the manifests say of the state, and every tensor by name.
+
+    Both have been found sound. CheckpointError if one of them cannot be read any more: that is no difference.
+    """
     assert run.manifest is not None
     assert replay.manifest is not None
     kinds: dict[str, list[tuple[int, str | None]]] = {}
@@ -34,6 +38,10 @@ def compared(run: Contents, replay: Contents, meter: Meter) -> list[Compared]:
         kinds.setdefault(kind, []).append(_apart(one, other))
     parameters = {spec["path"] for group in run.manifest["groups"].values() for spec in group["contract"]}
     for row in compare(run, replay, meter)[0]:
+        if row["what"] == "unreadable":
+            raise CheckpointError(
+                f"{row.get('why', row['name'])}; it was sound when the replay began, nothing is proven"
+            )
         kind = _kind(row["section"], row["name"], parameters)
         kinds.setdefault(kind, []).append((row["elements"], _told(row)))
     step, rows = run.manifest["step"], []

@@ -21,11 +21,14 @@ from shardrun.cli import verify_resume as command
 from shardrun.config.load import from_mapping, resolved_yaml
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.header import read_header
+from shardrun.run.launch import Screen
 from shardrun.run.legs import LegFailed
 from shardrun.run.lineage import Pair, choose
+from shardrun.run.outcome import Outcome
 from shardrun.run.proof import Proof, limits
 from shardrun.run.replay import Replay
 from shardrun.run.verify import Verification
+from shardrun.run.worker_process import Job
 from tests.ranks.test_groups_train import moe
 from tests.support.training import RECIPES, Trained, document, trained
 from tests.support.verifying import Silent, forked
@@ -245,6 +248,19 @@ def test_a_replay_that_fails_names_its_leg(tmp_path: Path) -> None:
         replay(choose(done.run_dir), tmp_path / "scratch")
 
 
+def test_a_checkpoint_that_vanishes_during_the_replay_is_no_difference(interrupted: Trained, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+
+    def start(job: Job, screen: Screen) -> Outcome:
+        outcome = forked(job, screen)
+        shutil.rmtree(run_dir / "checkpoints" / "step-0000000008")
+        return outcome
+
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(CheckpointError, match=r"step-0000000008/.*nothing is proven"):
+        Replay(choose(run_dir), tmp_path / "scratch", Silent(), start=start).run()
+
+
 # ---- which two -------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +346,21 @@ def test_what_went_on_from_elsewhere_is_refused(interrupted: Trained, tmp_path: 
     trained(asked, accept_changes=True)
     with pytest.raises(UsageError, match=r"the config was changed between them[^$]*optimizer.lr: saved 0.01, now 0.5"):
         choose(run_dir, "7", "8")
+
+
+def test_a_checkpoint_that_was_saved_anew_is_not_what_a_later_one_came_from(tmp_path: Path) -> None:
+    asked = config(tmp_path / "run")
+    trained(asked, stop_at=4)
+    run_dir = trained(asked, stop_at=6).run_dir
+    was = choose(run_dir, "2", "6")
+    assert ("stopped and resumed at step 4, is" in was.claim, was.not_claimed) == (True, ())
+    older = run_dir / "checkpoints" / "step-0000000002"
+    trained(asked, resume_from=str(older), stop_at=4)  # another 4, of which 6 knows nothing
+    pair = choose(run_dir, "2", "6")
+    assert "gone" in pair.not_claimed[0]
+    asked["checkpoint"] = {"every": 20, "keep": 20}
+    trained(asked, resume_from=str(older), stop_at=5)
+    assert choose(run_dir).start.path == older  # 4 is newer, but 5 did not come from it
 
 
 def test_the_config_of_a_start_that_was_refused_is_not_replayed(interrupted: Trained, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
-from shardrun.checkpoint import safe_files
 from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.load import load
 from shardrun.checkpoint.manifest import MANIFEST
 from shardrun.checkpoint.store import CHECKPOINTS, LATEST
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError
+from shardrun.records.header import regular_file
 from shardrun.records.tensors import fresh_tensor
 from tests.golden import state
 from tests.golden.runs import RECORD, flip, put, require_newest, visible
@@ -157,10 +157,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path: Path, monkeypa
 def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1)
     path = put(tmp_path, 2) / "model.safetensors"
-    good = safe_files.regular_file
-    monkeypatch.setattr(
-        safe_files, "regular_file", lambda fd, where: (BadSector if where == str(path) else good)(fd, where)
-    )
+
+    def opened(descriptor: int, where: str) -> BinaryIO:
+        return BadSector(descriptor) if where == str(path) else regular_file(descriptor, where)
+
+    monkeypatch.setattr("shardrun.checkpoint.safe_files.regular_file", opened)
     told = "model.safetensors: cannot be read: Input/output error"
     with pytest.raises(CheckpointError, match=told):
         load(tmp_path, COMM, state.expected())
@@ -170,9 +171,6 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch:
 
 class BadSector(io.FileIO):
     """A file whose disk cannot read what follows its first bytes."""
-
-    def __init__(self, descriptor: int, where: str) -> None:
-        super().__init__(descriptor)
 
     def readinto(self, buffer: Any) -> int:
         if self.tell() < 8:
