@@ -27,16 +27,18 @@ GROUP_SECTIONS = ("contract", "layout", "optimizer", "numerics")
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Who writes what of a model of which ranks have different parts; the same on all ranks, but for `own`.
+    """Who writes what of a model that several ranks write; the same on all ranks, but for `own`.
 
     `specs`: {name: [dtype, shape]} of the whole model, tied tensors once. `aliases`: of the whole model. `writers`:
-    ranks that write a file of it. `own`: names that this rank writes.
+    ranks that write a file of it. `own`: names that this rank writes. `replicated`: every rank has all of it, and
+    writes a share; in the manifest the files are of rank 0 then, as a single one is.
     """
 
     specs: Mapping[str, list[Any]]
     aliases: Mapping[str, str]
     writers: Sequence[int]
     own: Collection[str]
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def planned_files(snapshot: Snapshot, rank: int, world_size: int) -> list[Planne
             raise CheckpointError(f"aliases {tied} do not point from a name that is not stored to one that is")
         writers = [0] if snapshot.parts is None else list(snapshot.parts.writers)
         path = model_file(writers.index(rank), len(writers))
-        files.append(_planned(snapshot, path, written, MODEL_METADATA, {"role": "model", "rank": rank}))
+        owner = rank if snapshot.parts is not None and not snapshot.parts.replicated else 0
+        files.append(_planned(snapshot, path, written, MODEL_METADATA, {"role": "model", "rank": owner}))
     for group, record in snapshot.records.items():
         files.append(_planned_record(snapshot, group, record, rank))
     entry = {"role": "state", "rank": rank}

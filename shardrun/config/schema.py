@@ -139,6 +139,8 @@ class Checkpoint(Section):
     """Besides them each checkpoint whose step is a multiple of this stays; a multiple of every."""
     background: Annotated[bool, Field(alias="async")] = False
     """Write in the background while training goes on; needs host memory for a copy of what a rank writes."""
+    split_model: bool = False
+    """Every rank writes its share of the model, in a file of its own; else rank 0 writes one file with all of it."""
     resume: Literal["auto", "required"] = "auto"
     """auto: go on if there is something to go on from; required: else it is an error."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,22 @@ def join_parts(held: Mapping[int, tuple[Mapping[str, list[Any]], Mapping[str, st
             holder.setdefault(name, rank)
         ties |= tied
     return JoinedParts(specs, ties, holder), problem
+
+
+def shared_parts(
+    comm: Communicator, model: Mapping[str, Tensor], aliases: Mapping[str, str], replicated: Container[str]
+) -> ModelParts:
+    """A model that all ranks have, of which each writes about as many bytes; local, and the same on all ranks.
+
+    What is not `replicated` (a buffer has its own value on every rank) is written by rank 0.
+    """
+    written = [0] * comm.world_size
+    holder: dict[str, int] = {}
+    for name in sorted(model, key=lambda name: (name in replicated, -model[name].nbytes, name)):
+        holder[name] = written.index(min(written)) if name in replicated else 0
+        written[holder[name]] += model[name].nbytes
+    own = {name for name, rank in holder.items() if rank == comm.rank}
+    return ModelParts(model_specs(model), aliases, sorted({*holder.values()}), own, replicated=True)
 
 
 def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:

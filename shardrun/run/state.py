@@ -19,7 +19,7 @@ from shardrun.checkpoint.load import Loaded, load
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.regroup import Held, load_regrouped
 from shardrun.checkpoint.reshard import CLAIM, RESHARDED
-from shardrun.checkpoint.snapshot import model_specs
+from shardrun.checkpoint.snapshot import ModelParts, model_specs
 from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
@@ -32,7 +32,7 @@ from shardrun.run.build import Built
 from shardrun.run.changes import changes, of_world_size, optimizer_misfits, recipe_changes, refusal
 from shardrun.run.groups import members
 from shardrun.run.model import buffer_forms, distinct_parameters, named_buffers, named_tensors, tied_names
-from shardrun.run.model_files import model_parts, parameter_misfits
+from shardrun.run.model_files import model_parts, parameter_misfits, shared_parts
 from shardrun.run.optimizer import Placement, state_keys
 from shardrun.run.progress import Progress
 from shardrun.run.replicas import digests_of, joint_digest
@@ -92,8 +92,16 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
         aliases=aliases,
         rank_state=rank_state(built.model),
         param_sha256=partial(_joint_digest, progress.step, [*distinct_parameters(built.model)], compared),
-        parts=model_parts(built.comm, model, aliases) if built.in_parts else None,
+        parts=_parts(built, model, aliases),
     )
+
+
+def _parts(built: Built, model: Mapping[str, Tensor], aliases: Mapping[str, str]) -> ModelParts | None:
+    if built.in_parts:
+        return model_parts(built.comm, model, aliases)
+    if built.config.checkpoint.split_model:
+        return shared_parts(built.comm, model, aliases, distinct_parameters(built.model))
+    return None
 
 
 def _records(built: Built) -> dict[str, ShardRecord]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from shardrun.checkpoint.inspect import inspect
+from shardrun.checkpoint.reshard import reshard
 from shardrun.checkpoint.store import newest, scan
 from shardrun.records import durable
 from tests.golden.runs import visible
+from tests.golden.state import same_tensors
 from tests.ranks.test_groups_train import moe
 from tests.support import training
 from tests.support.rank_process import Seat
@@ -26,7 +29,9 @@ PLAIN = str(RECIPES / "run_plain.py")
 STEPS = 6
 
 
-def config(run_dir: Path, *, background: bool, steps: int = STEPS, every: int = 1, **args: int) -> dict[str, Any]:
+def config(
+    run_dir: Path, *, background: bool, steps: int = STEPS, every: int = 1, split: bool = False, **args: int
+) -> dict[str, Any]:
     """A net with buffers and ties under AdamW on two ranks; every checkpoint stays."""
     return document(
         run_dir,
@@ -34,7 +39,7 @@ def config(run_dir: Path, *, background: bool, steps: int = STEPS, every: int = 
         {
             "optimizer": {"name": "adamw", "lr": 0.1},
             "train": {"steps": steps, "micro_batch_size": 2, "global_batch_size": 4},
-            "checkpoint": {"every": every, "keep": 100, "async": background},
+            "checkpoint": {"every": every, "keep": 100, "async": background, "split_model": split},
         },
         PLAIN,
         **args,
@@ -103,6 +108,26 @@ def test_what_was_saved_in_the_background_is_gone_on_from_to_the_same_bits(foreg
     resumed = trained(config(tmp_path, background=True))
     assert [row["step"] for row in resumed.rows] == [*range(1, STEPS + 1)]
     assert states(tmp_path) == states(foreground.run_dir)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_model_that_all_ranks_write_is_the_same_model(foreground: Trained, tmp_path: Path, background: bool) -> None:
+    trained(config(tmp_path / "run", background=background, steps=3, split=True))
+    done = trained(config(tmp_path / "run", background=background, split=True))  # goes on from what was saved so
+    files = [load_file(file) for file in sorted(done.checkpoint(STEPS).glob("model*.safetensors"))]
+    assert len(files) == 2
+    assert all(any(".weight" in name for name in held) for held in files)
+    assert "norm.running_mean" in files[0]  # each rank has its own; that of rank 0 is the one that is kept
+    whole = foreground.model(STEPS)
+    assert same_tensors({**files[0], **files[1]}, whole) == []
+    assert sum(map(len, files)) == len(whole)
+    others, wanted = (
+        {name: raw for name, raw in states(run_dir).items() if "/model" not in name}
+        for run_dir in (done.run_dir, foreground.run_dir)
+    )
+    assert others == wanted
+    reshard(done.checkpoint(STEPS), tmp_path / "of-one", 1)
+    assert inspect(tmp_path / "of-one", verify=True)["problems"] == []
 
 
 def test_groups_of_which_ranks_hold_parts_are_saved_in_the_background_too(tmp_path: Path) -> None:
