@@ -31,17 +31,17 @@ def plan_view(planned: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> RenderableType:
-    rows = [
-        [
-            one["record"],
-            " + ".join(one["optimizers"]),
-            one["strategy"],
-            ranges(one["ranks"]),
-            f"{one['tensors']:,}",
-            f"{one['elements']:,}",
-        ]
-        for one in groups
-    ]
+    """Each replica set in a line, or where they are many, those in one that differ in their numbers alone."""
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in groups:
+        form = (one["name"], " + ".join(one["optimizers"]), one["strategy"], one["tensors"], one["elements"])
+        alike.setdefault((*form, len(one["ranks"]) if len(groups) > _MOST_KINDS else one["record"]), []).append(one)
+    rows = []
+    for (_, optimizers, strategy, tensors, elements, _), sets in alike.items():
+        first, more = sets[0], len(sets) - 1
+        name = f"{first['record']} and {more:,} more" if more else first["record"]
+        ranks = f"{len(first['ranks']):,} each" if more else ranges(first["ranks"])
+        rows.append([name, optimizers, strategy, ranks, f"{tensors:,}", f"{elements:,}"])
     return plain_table(["group", "optimizer", "strategy", "ranks", ">tensors", ">elements"], rows)
 
 

@@ -26,7 +26,7 @@ from shardrun.run.optimizer import draft_optimizer
 from shardrun.run.places import Place, build_places
 from shardrun.run.recipe import Recipe, load_recipe
 from shardrun.run.state import new_run_id
-from shardrun.step.footprint import Footprint, Held
+from shardrun.step.footprint import Footprint, RankBytes
 from shardrun.step.session import trainable_order
 
 Piece = tuple[str, int, bool]
@@ -125,10 +125,10 @@ class Planned:
         """Bytes of a checkpoint."""
         return sum(file.bytes for file in self.files)
 
-    def ranks(self) -> Iterator[tuple[int, Place, dict[str, Held]]]:
+    def ranks(self) -> Iterator[tuple[int, Place, dict[str, RankBytes]]]:
         """Every rank, its place, and by group what it holds and sends."""
         place_of = {rank: place for place in self.places for rank in place.ranks}
-        held: dict[int, dict[str, Held]] = {rank: {} for rank in range(self.world_size)}
+        held: dict[int, dict[str, RankBytes]] = {rank: {} for rank in range(self.world_size)}
         for group in self.groups:
             for rank, one in zip(group.ranks, group.footprint.held, strict=True):
                 held[rank][group.name] = one

@@ -168,7 +168,7 @@ def _nothing_matched(text: str, paths: list[str]) -> str:
 
 def _refuse_unfit(selected: dict[str, nn.Parameter], shapes_only: bool) -> None:
     devices = {parameter.device: path for path, parameter in selected.items() if parameter.requires_grad}
-    if len(devices) > 1:
+    if len(devices) > 1 and not shapes_only:
         sides = " and ".join(f"{path} on {device}" for device, path in devices.items())
         raise SelectionError(f"select: trainable parameters of one session are on one device, found {sides}")
     for path, parameter in selected.items():

@@ -23,8 +23,8 @@ from shardrun.step.draft import Draft
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes on one rank."""
+class RankBytes:
+    """What one rank holds of a session, and sends in a step, in bytes."""
 
     pending: int
     """FP32 gradients of the window, whole; new slices are staged on their memory."""
@@ -94,7 +94,7 @@ class Footprint:
         return sorted({share.kind.name for share in shares})
 
     @cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[RankBytes]:
         """What each rank of the group holds and sends."""
         pending = 4 * sum(sum(bucket.splits(self.world_size)) for one in self._stored for bucket in one.space.buckets)
         sums = np.zeros((4, self.world_size), dtype=np.int64)
@@ -107,7 +107,7 @@ class Footprint:
                 sums[0] += np.array(splits) * (4 + copied * width) + stored.whole * (np.array(owned) * width + kept)
                 sums[1] += kept + 4 * stored.has_master * np.array(splits)
                 sums[2:] += np.array(sent_bytes(splits, stored.dtype.itemsize)).T
-        return [Held(pending, *one) for one in sums.T.tolist()]
+        return [RankBytes(pending, *one) for one in sums.T.tolist()]
 
     def fragments(self, rank: int) -> dict[str, list[int]]:
         """Path -> [start, stop], of all that `rank` has state of."""

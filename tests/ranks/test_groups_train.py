@@ -16,6 +16,7 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
 from shardrun.run.build import Built, build
 from shardrun.run.model import named_tensors
+from shardrun.run.plan import plan
 from shardrun.run.resharding import find_source
 from shardrun.run.state import resume, saved_order
 from tests.golden.runs import flip
@@ -235,6 +236,8 @@ def test_parts_that_are_numbered_by_rank_are_known_by_their_global_name(tmp_path
     recipe.write_text(_NUMBERED_BY_RANK + _GLOBAL_NAME)
     numbered, plain = trained(config), trained(moe(tmp_path / "plain", 1, 2, steps=2))
     assert numbered.steps == plain.steps
+    planned = {file.path: file.bytes for file in plan(from_mapping(config)).files if file.role != "state"}
+    assert planned == {path: (numbered.checkpoint(2) / path).stat().st_size for path in planned}
     for look in (model, state):
         held, twin = look(numbered, 2), look(plain, 2)
         assert held.keys() == twin.keys()

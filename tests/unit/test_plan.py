@@ -126,6 +126,15 @@ def test_the_command_shows_a_table_and_a_document() -> None:
     assert twice.exit_code == 2
 
 
+def test_many_replica_sets_that_differ_in_their_numbers_alone_are_one_line() -> None:
+    words = ["topology.world_size=16", "topology.axes={replicas: 2, experts: 8}", "recipe_args.experts=8"]
+    shown = CliRunner().invoke(app, ["plan", str(CONFIGS / "moe.yaml"), *words])
+    assert shown.exit_code == 0, shown.output
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert ["experts-0", "and", "7", "more", "adamw", "zero2", "2", "each", "9", "221,184"] in lines
+    assert sum(line[:1] == ["experts-0"] for line in lines) == 1
+
+
 def test_ranges_of_ranks() -> None:
     assert ranges([0]) == "0"
     assert ranges([0, 1, 2, 4, 6, 7]) == "0 to 2, 4, 6 to 7"
