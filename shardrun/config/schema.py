@@ -121,6 +121,11 @@ class Topology(Section):
     sync_unselected: bool = False
     """At start, broadcast unselected parameters and buffers that differ between ranks; else refuse."""
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether ranks may talk along an axis, inside the model."""
+        return any(size > 1 for size in self.axes.values())
+
     @classmethod
     def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:
         """Axes that make up the world."""

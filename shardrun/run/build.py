@@ -75,7 +75,7 @@ class Built:
     @property
     def exchanging(self) -> bool:
         """Whether ranks talk inside the model, so that each has to run the same number of micro-batches."""
-        return any(size > 1 for size in self.config.topology.axes.values())
+        return self.config.topology.exchanging
 
     @property
     def stop_position(self) -> int | None:
@@ -189,7 +189,8 @@ def _group(
     session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
     sharded = shard_optimizer(name_on_disk, asked.optimizer, config, session, recipe, placement)
     schedule = _schedule(config, asked.schedule or config.schedule, loader)
-    return TrainedGroup(name, asked, own, selection, sharded, schedule)
+    exchanging = config.topology.exchanging or own is not comm
+    return TrainedGroup(name, asked, own, selection, sharded, schedule, exchanging)
 
 
 def _model_notes(model: nn.Module, dtype: torch.dtype) -> list[str]:

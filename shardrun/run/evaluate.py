@@ -12,7 +12,7 @@ from torch import nn
 
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_states, seed_all
 from shardrun.run.build import Built
-from shardrun.run.forward import Tally, empty_losses, loss_of, sum_over_ranks
+from shardrun.run.forward import Tally, empty_loss, loss_of, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def evaluate(built: Built, stop_asked: Callable[[], bool] = lambda: False, *, ma
                 first = window.start + number * built.config.train.micro_batch_size  # the same for every world size
                 seed_all(derive_seed(Purpose.EVALUATION, built.config.run.seed, first))
                 tally.add(*loss_of(built, batch))
-            for _ in empty_losses(built, loader, window, own):
-                pass
+            empty_loss(built, loader, window, own)
     counts = [int(tally.weight), int(stop_asked())]
     total, (tokens, stopping) = sum_over_ranks(built.comm, "validation", float(tally.loss), counts)
     mean = total / tokens if tokens else math.nan

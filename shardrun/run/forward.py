@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,27 +29,27 @@ def _autocast(built: Built) -> AbstractContextManager[object]:
     return torch.autocast(built.comm.device.type, dtype=torch.bfloat16)
 
 
-def empty_losses(built: Built, loader: MicroBatchLoader, window: Window, own: int) -> Iterator[Tensor]:
-    """The loss sums of empty micro-batches, as many as this rank has fewer (`own`) than another one in `window`.
+def empty_loss(built: Built, loader: MicroBatchLoader, window: Window, own: int) -> Tensor | None:
+    """The loss sum of an empty micro-batch, where this rank has one fewer (`own`) than another one in `window`.
 
     Where ranks exchange tokens inside the model, each of them has to pass through it equally often. None elsewhere.
     """
-    phase = built.comm.phase
-    for _ in range(loader.most_micro_batches(window) - own if built.exchanging else 0):
-        built.comm.enter("validation" if phase == "validation" else "forward")
-        loss_sum, weight = loss_of(built, _without_rows(loader.first_batch))
-        if int(weight) != 0:
-            raise UsageError(
-                f"{built.recipe.source}: loss gives an empty micro-batch the weight {int(weight)}, expected 0: ranks "
-                "with fewer micro-batches than others pass batches without samples through the model (topology.axes)"
-            )
-        yield loss_sum
+    if not built.exchanging or own == loader.most_micro_batches(window):
+        return None
+    built.comm.enter("validation" if built.comm.phase == "validation" else "forward")
+    loss_sum, weight = loss_of(built, _without_rows(loader.first_batch))
+    if int(weight) != 0:
+        raise UsageError(
+            f"{built.recipe.source}: loss gives an empty micro-batch the weight {int(weight)}, expected 0: ranks "
+            "with fewer micro-batches than others pass batches without samples through the model (topology.axes)"
+        )
+    return loss_sum
 
 
 def _without_rows(batch: Any) -> Any:
-    """`batch` with every tensor in it cut to no rows."""
+    """`batch` with every tensor in it cut to no rows; one without dimensions has none."""
     if isinstance(batch, Tensor):
-        return batch[:0]
+        return batch[:0] if batch.dim() else batch
     if isinstance(batch, Mapping):
         return type(batch)({key: _without_rows(value) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

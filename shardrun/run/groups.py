@@ -31,6 +31,8 @@ class TrainedGroup:
     sharded: Sharded
     """The optimizer over its trainable parameters, which steps them; named as `record_name` says."""
     schedule: Schedule
+    exchanging: bool
+    """Whether its gradients may come from the samples of other ranks too, as ranks talk inside the model."""
 
     @property
     def record_name(self) -> str:
@@ -165,7 +167,7 @@ def rounds_per_step(config: Config) -> int:
     if world_size == 1:
         return 0
     largest = [max(map(len, replica_sets(one.replicas, axes, world_size))) for one in parts]
-    alone = largest == [world_size] and all(one.reduce == "mean" for one in parts)
+    alone = largest == [world_size] and not config.topology.exchanging and all(one.reduce == "mean" for one in parts)
     return 4 if alone else 5 + sum(size > 1 for size in largest)
 
 
@@ -178,11 +180,11 @@ def step_groups(
 ) -> Stepped:
     """Take one step of all groups, on every rank or on none; collective over the world. Raises what a step raises.
 
-    Gradients of a spread group also come from the samples of ranks with which its parameters are exchanged: its ranks
-    contribute whatever their own weight is.
+    Where ranks talk inside the model, a rank has gradients of samples of other ranks: it contributes them whatever its
+    own weight is.
     """
     rates = {group.record_name: group.lr(updates) for group in groups}
-    if len(groups) == 1 and not groups[0].spread and groups[0].asked.reduce == "mean":
+    if len(groups) == 1 and not groups[0].exchanging and groups[0].asked.reduce == "mean":
         sharded = groups[0].sharded
         results = {
             sharded.name: mean_step(sharded)(
@@ -193,8 +195,8 @@ def step_groups(
         results = take_step(
             [group.sharded for group in groups],
             local_weight=weight,
-            local_active={g.record_name: g.spread or int(weight) > 0 for g in groups if g.asked.reduce == "sum"},
-            local_contributes={g.record_name: True for g in groups if g.asked.reduce == "mean" and g.spread},
+            local_active={g.record_name: g.exchanging or int(weight) > 0 for g in groups if g.asked.reduce == "sum"},
+            local_contributes={g.record_name: True for g in groups if g.asked.reduce == "mean" and g.exchanging},
             lr=rates,
             missing=missing,
             max_grad_norm=max_grad_norm,

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from shardrun.data.order import Window, windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import EmptyWindowError, NonFiniteError, ShardrunError, StoppedAfterSave
 from shardrun.run.build import Built
 from shardrun.run.evaluate import evaluate, training_aside
-from shardrun.run.forward import Tally, empty_losses, loss_of, sum_over_ranks
+from shardrun.run.forward import Tally, empty_loss, loss_of, sum_over_ranks
 from shardrun.run.groups import step_groups
 from shardrun.run.journal import Journal
 from shardrun.run.progress import Progress
@@ -119,18 +121,21 @@ class Trainer:
             seed_all(derive_seed(Purpose.MICRO_BATCH, built.config.run.seed, self.progress.step, number))
             built.comm.enter("forward")
             loss_sum, weight = loss_of(built, batch)
-            if loss_sum.requires_grad:  # else nothing trainable took part, which is for the policy of missing gradients
-                built.comm.enter("backward")
-                loss_sum.backward()  # type: ignore[no-untyped-call]
+            self._backward(loss_sum)
             tally.add(loss_sum, weight)
             built.comm.enter("data")
-        for nothing in empty_losses(built, built.loader, window, own):
-            nothing.backward()  # type: ignore[no-untyped-call]
+        if (nothing := empty_loss(built, built.loader, window, own)) is not None:
+            self._backward(nothing)
         if window.dropped:
             self.journal.note(
                 f"{window.dropped} samples dropped at the end of epoch {window.epoch + 1} (data.drop_last)"
             )
         return tally
+
+    def _backward(self, loss_sum: Tensor) -> None:
+        if loss_sum.requires_grad:  # else nothing trainable took part, which is for the policy of missing gradients
+            self.built.comm.enter("backward")
+            loss_sum.backward()  # type: ignore[no-untyped-call]
 
     def _check_replicas(self) -> None:
         """Compare the parameters before this window's update spreads them, where it is due."""
