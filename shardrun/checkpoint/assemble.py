@@ -65,6 +65,8 @@ class Whole:
             if piece.entry.dtype != self.dtype:
                 found.append(f"state {self.name}: rank {piece.rank} has dtype {piece.entry.dtype}, not {self.dtype}")
             at = max(at, piece.stop)
+        if at > self.numel:
+            found.append(f"state {self.name}: elements [{self.numel}, {at}) are beyond its {self.numel}")
         if at < self.numel:
             found.append(f"state {self.name}: elements [{at}, {self.numel}) of {self.numel} are missing")
         return found

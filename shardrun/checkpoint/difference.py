@@ -72,7 +72,7 @@ def _open(path: Path, verify: bool, meter: Meter) -> Contents:
     if not is_checkpoint(path):
         if (plain := plain_files(path)) is not None:
             return plain
-        path = next((one.path for one in candidates(path, required=True) if one.sequence is not None), path)
+        path = next((one.path for one in candidates(path, wanted="compare") if one.sequence is not None), path)
     try:
         manifest = read_manifest(path)[0]
     except CheckpointError as error:

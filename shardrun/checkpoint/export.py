@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from shardrun.checkpoint.assemble import open_header
 from shardrun.checkpoint.byte_copies import Copier
-from shardrun.checkpoint.manifest import canonical_json, read_manifest
+from shardrun.checkpoint.manifest import canonical_json, read_manifest, understood
 from shardrun.checkpoint.new_folder import new_folder
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.store import MODEL_FILE, tree_problems
@@ -51,7 +51,7 @@ def sound_manifest(source: Path) -> dict[str, Any]:
 def exported_folder(source: Path, manifest: Mapping[str, Any], target: Path) -> Iterator[Copier]:
     """`new_folder` with room for all of the checkpoint, and what copies into it."""
     needed = sum(entry["bytes"] for entry in manifest["files"])
-    with new_folder(target, needed) as staging, ThreadPoolExecutor(1) as hasher:
+    with understood(source), new_folder(target, needed) as staging, ThreadPoolExecutor(1) as hasher:
         yield Copier(source, staging, hasher)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardrun.checkpoint.assemble import Whole, assemble
 from shardrun.checkpoint.export import Exported, exported, exported_folder, model_entries, sound_manifest
+from shardrun.checkpoint.manifest import understood
 from shardrun.checkpoint.read import read_verified
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import create_file, sync_file
@@ -33,13 +34,8 @@ def export_torch(source: Path, target: Path) -> Exported:
     `counters`, `schedule`, `data`, `config`: as in the manifest. Needs the memory of the whole state twice.
     """
     manifest = sound_manifest(source)
-    saved: dict[str, Any] = {key: manifest[key] for key in _OF_THE_RUN if key in manifest}
-    parts = [read_verified(source, entry)[1] for entry in model_entries(source, manifest)]
-    saved["model"] = {name: tensor for part in parts for name, tensor in part.items()}
-    saved["model"] |= {alias: saved["model"][name] for alias, name in manifest["aliases"].items()}
-    saved |= {"optimizer": {"state": {}, "param_groups": []}, "masters": {}}
-    for name in manifest["groups"]:
-        _add_group(saved, source, manifest, name)
+    with understood(source):
+        saved = _state_dict(source, manifest)
     with exported_folder(source, manifest, target) as copier:
         descriptor = create_file(copier.staging / TORCH_FILE)
         with os.fdopen(descriptor, "wb") as file:
@@ -47,6 +43,17 @@ def export_torch(source: Path, target: Path) -> Exported:
             file.flush()
             sync_file(descriptor, copier.staging / TORCH_FILE)
     return exported(target, manifest)
+
+
+def _state_dict(source: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    saved: dict[str, Any] = {key: manifest[key] for key in _OF_THE_RUN if key in manifest}
+    parts = [read_verified(source, entry)[1] for entry in model_entries(source, manifest)]
+    saved["model"] = {name: tensor for part in parts for name, tensor in part.items()}
+    saved["model"] |= {alias: saved["model"][name] for alias, name in manifest["aliases"].items()}
+    saved |= {"optimizer": {"state": {}, "param_groups": []}, "masters": {}}
+    for name in manifest["groups"]:
+        _add_group(saved, source, manifest, name)
+    return saved
 
 
 def _add_group(saved: dict[str, Any], source: Path, manifest: Mapping[str, Any], group: str) -> None:

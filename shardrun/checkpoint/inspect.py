@@ -90,7 +90,7 @@ def plain_files(path: Path) -> Contents | None:
 
 
 def _run(path: Path, ask: Ask) -> dict[str, Any]:
-    rows = [row for one in candidates(path, required=True) if (row := _run_row(one, ask)) is not None]
+    rows = [row for one in candidates(path, wanted="look at") if (row := _run_row(one, ask)) is not None]
     folder = checkpoints_folder(path)
     leftovers = [str(left) for name in (STAGING, TRASH) for left in sorted((folder / name).glob("*"))]
     return {

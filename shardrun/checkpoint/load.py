@@ -90,7 +90,7 @@ def _scan(path: Path, required: bool) -> list[dict[str, Any]]:
     single = is_checkpoint(path)
     return [
         {"name": None if single else found.path.name, "why": found.why, "manifest_sha256": found.manifest_sha256}
-        for found in candidates(path, required=required)
+        for found in candidates(path, wanted="resume from" if required else None)
     ]
 
 

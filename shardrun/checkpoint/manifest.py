@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardrun.checkpoint.safe_files import open_inside
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, ShardrunError
 
 FORMAT = "shardrun-checkpoint"
 VERSION = 1
@@ -73,6 +74,19 @@ def _read_raw(checkpoint: Path) -> bytes:
     except OSError as error:
         raise CheckpointError(f"{checkpoint / MANIFEST}: cannot be read: {error.strerror}") from error
     return bytes(raw)
+
+
+@contextmanager
+def understood(checkpoint: Path) -> Iterator[None]:
+    """A manifest that is sealed, but not by a save of ours, may lack anything that is not looked at here: what
+    stumbles over that in the block becomes a CheckpointError."""
+    try:
+        yield
+    except ShardrunError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as broken:
+        told = f"checkpoint {checkpoint}: malformed manifest ({type(broken).__name__}: {broken})"
+        raise CheckpointError(told) from broken
 
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:

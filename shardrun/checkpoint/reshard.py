@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.byte_copies import Copier
-from shardrun.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest, seal
+from shardrun.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest, seal, understood
 from shardrun.checkpoint.new_folder import new_folder
 from shardrun.checkpoint.recut import copy_records, copy_states
 from shardrun.checkpoint.store import step_of, tree_problems
@@ -56,7 +55,7 @@ def reshard(source: Path, target: Path, world_size: int) -> Resharded:
     before = manifest["topology"]["world_size"]
     _check(source, target, manifest, world_size)
     with (
-        _understood(source),
+        understood(source),
         new_folder(target, _needed(manifest, world_size)) as staging,
         ThreadPoolExecutor(1) as hasher,
     ):
@@ -88,18 +87,6 @@ def _check(source: Path, target: Path, manifest: Mapping[str, Any], world_size: 
         raise UsageError(f"{target}: is a name for a checkpoint of step {named}, this one is of {manifest['step']}")
     if problems := tree_problems(source, manifest):
         raise CheckpointError("\n  ".join([f"checkpoint {source} is damaged:", *problems]))
-
-
-@contextlib.contextmanager
-def _understood(source: Path) -> Iterator[None]:
-    """A manifest that is sealed, but not by a save of ours, may lack anything."""
-    try:
-        yield
-    except (CheckpointError, UsageError):
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError) as broken:
-        told = f"checkpoint {source}: malformed manifest ({type(broken).__name__}: {broken})"
-        raise CheckpointError(told) from broken
 
 
 def _needed(manifest: Mapping[str, Any], world_size: int) -> int:

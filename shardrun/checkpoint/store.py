@@ -159,18 +159,26 @@ def newest(run_dir: Path) -> Found | None:
     return found[0] if found else None
 
 
-def candidates(path: Path, *, required: bool = False) -> list[Found]:
+def candidates(path: Path, *, wanted: str | None = None) -> list[Found]:
     """The checkpoints that `path` (a run folder or one checkpoint) offers, newest first.
 
-    With `required`, CheckpointError where there is nothing: for a path that the user named.
+    `wanted`: what one is needed for, such as "resume from"; CheckpointError then where there is none.
     """
     if is_checkpoint(path):
         return [examine(path)]
     found = scan(path)
-    if required and not found:
+    if wanted is not None and not found:
         what = "holds no checkpoint" if path.is_dir() else "does not exist" if not path.exists() else "is no folder"
-        raise CheckpointError(f"{path}: {what}; nothing to resume from")
+        raise CheckpointError(f"{path}: {what}; nothing to {wanted}")
     return found
+
+
+def complete(path: Path, wanted: str) -> Path:
+    """The checkpoint `path`, or the newest of the run folder `path`; CheckpointError if damaged or not there."""
+    first = candidates(path, wanted=wanted)[0]
+    if not first.complete:
+        raise CheckpointError(f"checkpoint {first.path} is damaged: {first.why}")
+    return first.path
 
 
 def read_latest(run_dir: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from shardrun import __version__, report
-from shardrun.errors import ConfigError, ShardrunError
+from shardrun.errors import ConfigError, LaunchError, ShardrunError
 
 app = typer.Typer(
     name="shardrun",
@@ -257,12 +257,19 @@ def schema() -> None:
 
 
 def _end(run: Callable[[], int], json: bool) -> NoReturn:
-    """Leave with the command's exit code; an error of our own family becomes its message and its code."""
+    """Leave with the command's exit code; an error of our own family becomes its message and its code, and so does a
+    path that the system refuses."""
     try:
         code = run()
     except ShardrunError as error:
         code = error.exit_code
         _show(error, json)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        refused = LaunchError(f"{error.filename}: {error.strerror}")
+        code = refused.exit_code
+        _show(refused, json)
     except KeyboardInterrupt:
         report.error("interrupted")
         code = 130

@@ -8,8 +8,7 @@ from typing import Literal
 
 from shardrun import report
 from shardrun.checkpoint.export import Exported, export_hf, export_safetensors
-from shardrun.checkpoint.store import candidates
-from shardrun.errors import CheckpointError
+from shardrun.checkpoint.store import complete
 
 Format = Literal["safetensors", "hf", "torch"]
 
@@ -19,14 +18,12 @@ def run(path: Path, output: Path, form: Format, json: bool) -> int:
 
     CheckpointError if there is none or it is damaged; UsageError if `output` is there already.
     """
-    newest = candidates(path, required=True)[0]
-    if not newest.complete:
-        raise CheckpointError(f"checkpoint {newest.path} is damaged: {newest.why}")
-    done = _export(newest.path, output, form)
+    source = complete(path, "export")
+    done = _export(source, output, form)
     if json:
-        report.json_document({**asdict(done), "source": newest.path, "format": form})
+        report.json_document({**asdict(done), "source": source, "format": form})
         return 0
-    report.line(f"{newest.path}: step {done.step}, as {form}")
+    report.line(f"{source}: step {done.step}, as {form}")
     report.line(f"{output}: {', '.join(done.files)}, {done.bytes:,} bytes")
     for note in done.notes:
         report.line(f"note: {note}")

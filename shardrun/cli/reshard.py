@@ -7,8 +7,7 @@ from pathlib import Path
 
 from shardrun import report
 from shardrun.checkpoint.reshard import CLAIM, reshard
-from shardrun.checkpoint.store import candidates
-from shardrun.errors import CheckpointError
+from shardrun.checkpoint.store import complete
 
 
 def run(path: Path, world_size: int, output: Path, json: bool) -> int:
@@ -16,14 +15,12 @@ def run(path: Path, world_size: int, output: Path, json: bool) -> int:
 
     CheckpointError if there is none, if it is damaged or cannot be cut; UsageError if `output` is there already.
     """
-    newest = candidates(path, required=True)[0]
-    if not newest.complete:
-        raise CheckpointError(f"checkpoint {newest.path} is damaged: {newest.why}")
-    done = reshard(newest.path, output, world_size)
+    source = complete(path, "reshard")
+    done = reshard(source, output, world_size)
     if json:
-        report.json_document({**asdict(done), "path": str(done.path), "source": str(newest.path), "claim": CLAIM})
+        report.json_document({**asdict(done), "path": str(done.path), "source": str(source), "claim": CLAIM})
         return 0
-    report.line(f"{newest.path}: step {done.step}, resharded from {done.before} to {world_size} ranks")
+    report.line(f"{source}: step {done.step}, resharded from {done.before} to {world_size} ranks")
     report.line(f"{output}: {done.bytes:,} bytes, {done.seconds:.1f} s")
     report.line(CLAIM)
     for note in done.notes:

@@ -154,11 +154,11 @@ def _hosts(
 def _check_start(settings: Config, fresh: bool, resume_from: Path | None) -> None:
     """Refuse a run that must go on from something where there is nothing."""
     if resume_from is not None:
-        candidates(resume_from, required=True)
+        candidates(resume_from, wanted="resume from")
     elif settings.checkpoint.resume == "required":
         if fresh:
             raise UsageError("--fresh starts anew, but checkpoint.resume is required; leave one of them out")
-        candidates(settings.run.dir, required=True)
+        candidates(settings.run.dir, wanted="resume from")
 
 
 def _in_new_folder(settings: Config) -> Config:

@@ -47,7 +47,7 @@ def choose(run_dir: Path, start: str | None = None, end: str | None = None) -> P
     """
     if is_checkpoint(run_dir):
         raise UsageError(f"{run_dir} is one checkpoint; give the folder of its run, and --to {run_dir.name}")
-    candidates(run_dir, required=True)
+    candidates(run_dir, wanted="replay")
     run_dir = checkpoints_folder(run_dir).parent
     found = scan(run_dir)
     last = _saved(_named(found, run_dir, end) if end is not None else found[0])

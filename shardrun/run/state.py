@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardrun.checkpoint.commit import Snapshot
 from shardrun.checkpoint.load import Loaded, load
-from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.manifest import read_manifest, understood
 from shardrun.checkpoint.regroup import Held, load_regrouped
 from shardrun.checkpoint.reshard import CLAIM, RESHARDED
 from shardrun.checkpoint.snapshot import ModelParts, model_specs
@@ -272,10 +272,10 @@ def _of_any_rank(built: Built, loaded: Loaded, tag: str, look: Callable[[], list
     """Each line once that `look` gives on any rank; CheckpointError on all if a manifest cannot be looked at."""
     lines, error = [], None
     try:
-        lines = look()
-    except (LookupError, TypeError, AttributeError, ValueError) as broken:  # sealed, but not by a save of ours
-        told = f"checkpoint {loaded.path}: malformed manifest ({type(broken).__name__}: {broken})"
-        error = CheckpointError(told)
+        with understood(loaded.path):
+            lines = look()
+    except CheckpointError as malformed:
+        error = malformed
     return list(dict.fromkeys(line for rank in built.comm.agree(tag, lines, error) for line in rank))
 
 

@@ -376,7 +376,7 @@ def test_c080_a_path_without_checkpoint_is_an_error_and_nothing_is_written(tmp_p
     (tmp_path / "empty").mkdir()
     for name in ("absent", "empty"):
         for look in (
-            lambda path: candidates(path, required=True),  # before any worker starts
+            lambda path: candidates(path, wanted="resume from"),  # before any worker starts
             lambda path: load(path, ALONE, {}, required=True),
         ):
             with pytest.raises(CheckpointError, match="nothing to resume from") as caught:

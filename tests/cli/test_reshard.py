@@ -53,7 +53,7 @@ def test_what_cannot_be_resharded_is_an_error_with_its_code(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     (source / "model.safetensors").write_bytes(b"")
     for words, code, told in (
-        ([str(tmp_path / "empty"), "--world", "2"], 3, "holds no checkpoint; nothing to resume from"),
+        ([str(tmp_path / "empty"), "--world", "2"], 3, "holds no checkpoint; nothing to reshard"),
         ([str(tmp_path), "--world", "2"], 3, "model.safetensors: .* bytes expected, 0 found"),
         ([str(source), "--world", "0"], 2, "Invalid value for '--world'"),
     ):
@@ -61,3 +61,10 @@ def test_what_cannot_be_resharded_is_an_error_with_its_code(tmp_path: Path) -> N
         assert done.exit_code == code, done.output
         assert re.search(told, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_path_that_the_system_refuses_is_an_error_with_its_code(tmp_path: Path) -> None:
+    (loop := tmp_path / "loop").symlink_to("loop")
+    done = CliRunner().invoke(app, ["inspect-ckpt", str(loop), "--json"])
+    assert (done.exit_code, done.stderr) == (5, f"error: {loop}/checkpoints: Too many levels of symbolic links\n")
+    assert '"exit_code": 5' in done.stdout

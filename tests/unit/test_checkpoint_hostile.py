@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardrun.checkpoint.export import export_safetensors
+from shardrun.checkpoint.export_torch import export_torch
 from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.load import load
 from shardrun.checkpoint.manifest import MANIFEST, seal
+from shardrun.checkpoint.reshard import reshard
 from shardrun.comm.communicator import Communicator
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, UsageError
 from tests.golden import state
 from tests.golden.runs import RECORD, put
 
@@ -131,9 +135,8 @@ ODD = st.one_of(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_change_of_a_sealed_manifest_ends_in_a_load_or_a_refusal(tmp_path: Path, data: st.DataObject) -> None:
+def changed(data: st.DataObject, tmp_path: Path) -> Path:
+    """A checkpoint whose manifest was changed in one or two places, and sealed."""
     run_dir = tmp_path / "run"
     if not run_dir.exists():
         put(run_dir, 3)
@@ -148,11 +151,37 @@ def test_any_change_of_a_sealed_manifest_ends_in_a_load_or_a_refusal(tmp_path: P
             container[key] = data.draw(ODD)
 
     reseal(path, edit)
+    return path
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_a_sealed_manifest_ends_in_a_load_or_a_refusal(tmp_path: Path, data: st.DataObject) -> None:
+    path = changed(data, tmp_path)
     for expected in ({}, {**state.expected(), "topology": {"members": {"default": [0]}}}, state.expected()):
         try:
-            found = load(run_dir, COMM, expected)
+            found = load(path.parents[1], COMM, expected)
         except CheckpointError:
             continue
         assert found is not None
         assert state.same_tensors(found.records["default"].tensors, state.record(0, 1, 3).tensors) == []
     assert inspect(path, verify=True)["path"] == str(path)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    write=st.sampled_from([export_torch, export_torch, export_safetensors, partial(reshard, world_size=2)]),
+)
+def test_any_change_of_a_sealed_manifest_ends_in_a_whole_folder_or_none(
+    tmp_path: Path, data: st.DataObject, write: Callable[[Path, Path], object]
+) -> None:
+    path, target = changed(data, tmp_path), tmp_path / "out"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        write(path, target)
+    except (CheckpointError, UsageError):
+        assert not target.exists()
+    else:
+        assert any(target.iterdir())
+    assert not list(tmp_path.glob(".out*"))

@@ -100,7 +100,7 @@ def test_a_named_path_without_checkpoint_is_an_error(tmp_path: Path, name: str, 
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=words) as caught:
-        candidates(tmp_path / name, required=True)
+        candidates(tmp_path / name, wanted="look at")
     assert str(tmp_path / name) in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
