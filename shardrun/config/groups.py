@@ -91,10 +91,14 @@ def replica_problems(given: Any, axes: Mapping[str, int], world_size: int) -> It
     if not (isinstance(given, list | tuple) and all(isinstance(ranks, list | tuple) for ranks in given)):
         return  # pydantic says so
     ranks = [rank for one in given for rank in one]
-    if sorted(map(str, ranks)) != sorted(map(str, range(world_size))):
+    if not all(type(rank) is int for rank in ranks):
+        return
+    if sorted(ranks) != [*range(world_size)]:
         yield f"{list(map(list, given))} is no partition of the {world_size} ranks; name each of them once"
     elif any(list(one) != sorted(one) for one in given):
         yield f"{list(map(list, given))} has ranks out of order; write each set in rising order"
+    elif not all(given):
+        yield f"{list(map(list, given))} has an empty set of ranks; leave it out"
 
 
 def axes_problem(axes: Any, world_size: Any) -> Broken | None:

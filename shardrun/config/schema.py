@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shardrun.config.groups import Axes, Group, GroupName, Select, axes_problem, replica_problems
+from shardrun.config.groups import WORLD, Axes, Group, GroupName, Select, axes_problem, replica_problems
 from shardrun.config.optimizers import Optimizer
 from shardrun.config.schedule import Schedule
 from shardrun.config.section import Broken, Count, Natural, Patterns, PlainOptions, Section
@@ -233,16 +233,21 @@ def _broken_replicas(groups: Any, topology: Any) -> Iterator[Broken]:
     axes, world_size = topology.get("axes") or {}, topology.get("world_size", 1)
     if not isinstance(axes, Mapping) or type(world_size) is not int:
         return
-    for name, group in groups.items():
-        given = (
-            group.replicas
-            if isinstance(group, Group)
-            else group.get("replicas")
-            if isinstance(group, Mapping)
-            else None
-        )
-        for text in replica_problems(given, axes, world_size):
+    given = {name: _replicas(group) for name, group in groups.items()}
+    for name, replicas in given.items():
+        for text in replica_problems(replicas, axes, world_size):
             yield Broken(("groups", name, "replicas"), text)
+        whole, _, part = str(name).rpartition("-")
+        if part.isdigit() and given.get(whole, WORLD) != WORLD:
+            told = f"the name of a part of groups.{whole}, as checkpoints have it; name the group otherwise"
+            yield Broken(("groups", name), told)
+
+
+def _replicas(group: Any) -> Any:
+    """Of a group as it was written."""
+    if isinstance(group, Group):
+        return group.replicas
+    return group.get("replicas", WORLD) if isinstance(group, Mapping) else WORLD
 
 
 # Nothing under these keys changes what is trained.
@@ -262,7 +267,8 @@ def meaning(config: Config) -> dict[str, Any]:
     document = config.model_dump(mode="json")
     document["recipe"] = Path(config.recipe).name if config.recipe.endswith(".py") else config.recipe
     document["init_from"] = config.init_from and config.init_from.name
-    if config.schedule.name == "constant" or config.schedule.total_steps is not None:
+    schedules = [part.schedule or config.schedule for part in config.parts.values()]
+    if all(one.name == "constant" or one.total_steps is not None for one in schedules):
         for key in SPANS:
             del document["train"][key]
     return dict(_flat(document, ""))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardrun.config.groups import axis_lines, places, rank_of, replica_sets
 from shardrun.config.load import from_mapping, load, resolved_yaml
+from shardrun.config.schema import meaning
 from shardrun.errors import ConfigError
 
 AXES = {"replicas": 2, "experts": 2}
@@ -115,6 +116,14 @@ def test_a_resolved_config_of_groups_runs_again(tmp_path: Path) -> None:
             {"groups": {"a": {"optimizer": SGD, "replicas": [[1, 0], [2, 3]]}}},
             "groups.a.replicas: [[1, 0], [2, 3]] has ranks out of order; write each set in rising order",
         ),
+        (
+            {"groups": {"a": {"optimizer": SGD, "replicas": [[], [0, 1, 2, 3]]}}},
+            "groups.a.replicas: [[], [0, 1, 2, 3]] has an empty set of ranks; leave it out",
+        ),
+        (
+            {"groups": {**GROUPS, "experts-1": {"optimizer": SGD}}},
+            "groups.experts-1: the name of a part of groups.experts, as checkpoints have it; name the group otherwise",
+        ),
         ({"groups": {"a": {}}}, "groups.a.optimizer: required key is missing"),
         (
             {"groups": {"a": {"optimizer": {**SGD, "momentun": 1}}}},
@@ -124,3 +133,22 @@ def test_a_resolved_config_of_groups_runs_again(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_meant_is_refused(sections: dict[str, Any], said: str) -> None:
     assert problem(**sections) == said
+
+
+def test_a_length_counts_where_any_group_stretches_its_schedule_over_it() -> None:
+    """Else a run that is made longer would go on at other rates without a word."""
+
+    def changed(**schedules: Any) -> bool:
+        groups = {name: {**GROUPS[name], "schedule": schedules.get(name)} for name in GROUPS}
+        train = [{"steps": n, "micro_batch_size": 1, "global_batch_size": 4} for n in (10, 20)]
+        run = {"schedule": schedules.get("run", {"name": "constant"})}
+        short, long = (meaning(from_mapping(document(groups=groups, train=one, **run))) for one in train)
+        return short != long
+
+    cosine, constant = {"name": "cosine"}, {"name": "constant"}
+    assert not changed()
+    assert changed(run=cosine)
+    assert changed(experts=cosine)
+    assert not changed(experts={**cosine, "total_steps": 10})
+    assert changed(run=cosine, experts=constant)
+    assert not changed(run=cosine, experts=constant, dense=constant)
