@@ -125,8 +125,9 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     dtype = models.PARAMETER_DTYPES[config.precision.parameters]
     models.place_model(model, dtype, comm.device)
     notes = _model_notes(model, dtype)
+    names = models.all_names(comm, model)
     if config.init_from is not None:
-        models.init_from(model, config.init_from)
+        models.init_from(model, config.init_from, names or ())
     selected = {path for selection in selections.values() for path in selection.parameters}
     unselected = models.freeze_unselected(model, selected)
     notes += [note for name, selection in selections.items() for note in selection_notes(name, selection, config)]
@@ -153,7 +154,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         missing=MissingGradientPolicy(config.train.missing_gradients),
         autocast=config.precision.autocast == "bf16",
         notes=notes,
-        in_parts=models.in_parts(comm, model),
+        in_parts=names is not None,
         buffer_forms=models.buffer_forms(model),
     )
 

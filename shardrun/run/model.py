@@ -127,15 +127,16 @@ def _aliases(held: Mapping[str, Tensor]) -> dict[str, str]:
     return {path: name for path, name in kept.items() if name != path}
 
 
-def init_from(model: nn.Module, path: Path) -> None:
+def init_from(model: nn.Module, path: Path, elsewhere: Collection[str] = ()) -> None:
     """Overwrite all parameters and persistent buffers with those of a plain safetensors file; misfits are all named.
 
-    A tied tensor may be stored under any one of its names. Values are cast to the model's dtypes.
+    A tied tensor may be stored under any one of its names. Values are cast to the model's dtypes. `elsewhere`: names
+    in the models of other ranks, which the file may have besides.
     """
     targets, aliases = named_tensors(model), tied_names(model)
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
+            names = [name for name in file.keys() if name in targets or name not in elsewhere]  # noqa: SIM118
             problems = _init_misfits({name: file.get_slice(name).get_shape() for name in names}, targets, aliases)
             if problems:
                 raise CheckpointError(f"init_from: {path} does not fit the model:\n  " + "\n  ".join(problems))
@@ -206,10 +207,12 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> int:
     return len(outermost)
 
 
-def in_parts(comm: Communicator, model: nn.Module) -> bool:
-    """Whether any rank has tensors in its model that another one has not; collective."""
-    names = repr(sorted(named_tensors(model)))
-    return bool(comm.compare("names of the model", "", {"names": names}).differing)
+def all_names(comm: Communicator, model: nn.Module) -> frozenset[str] | None:
+    """Names of the tensors of all ranks' models; None where each rank has all of them. Collective."""
+    names = sorted(named_tensors(model))
+    if not comm.compare("names of the model", "", {"names": repr(names)}).differing:
+        return None
+    return frozenset().union(*comm.agree("names of all parts", names))
 
 
 def compare_unselected(

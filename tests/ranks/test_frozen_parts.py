@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.ranks.test_groups_train import _ADAMW, model, moe
 from tests.support.training import document, train, trained
@@ -44,6 +45,21 @@ def test_frozen_experts_move_to_other_ranks(tmp_path: Path, groups: dict[str, An
     assert model(moved, 2).keys() == model(done, 1).keys()
     back = trained(frozen(tmp_path, 1, 1, groups, steps=3), reshard=True)
     assert back.steps[-1]["step"] == 3
+
+
+def test_a_model_in_parts_starts_from_a_file_of_the_whole(tmp_path: Path) -> None:
+    """Each rank takes what it has; what no rank has is refused."""
+    groups = {"dense": _DENSE, "experts": _DOWN}
+    before = trained(frozen(tmp_path / "before", 1, 1, groups, steps=1))
+    file = tmp_path / "whole.safetensors"
+    save_file(model(before, 1), file)
+    start = {"init_from": str(file)}
+    alone, apart = (trained({**frozen(tmp_path / str(n), 1, n, groups, steps=1), **start}) for n in (1, 2))
+    assert apart.steps[0]["loss"] == pytest.approx(alone.steps[0]["loss"], rel=1e-6)
+    assert apart.steps[0]["loss"] != before.steps[0]["loss"]
+    save_file({**model(before, 1), "blocks.9.more": torch.zeros(1)}, file)
+    refused = train({**frozen(tmp_path / "refused", 1, 2, groups, steps=1), **start})
+    assert all("blocks.9.more: in the file, not in the model" in error for error in refused.errors)
 
 
 _BY_RANK = """

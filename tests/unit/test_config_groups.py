@@ -16,7 +16,7 @@ from shardrun.errors import ConfigError
 
 AXES = {"replicas": 2, "experts": 2}
 SGD = {"name": "sgd", "lr": 1.0}
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "dense": {"select": {"exclude": ["*.experts.*"]}, "optimizer": SGD},
     "experts": {"select": {"include": ["*.experts.*"]}, "replicas": "experts", "optimizer": SGD},
 }
