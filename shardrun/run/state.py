@@ -24,7 +24,7 @@ from shardrun.checkpoint.store import candidates
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import meaning
 from shardrun.data.seeding import Purpose, derive_seed, restore_rng, rng_for_device, rng_misfits, rng_states, seed_all
-from shardrun.errors import CheckpointError, DivergenceError, by_all
+from shardrun.errors import CheckpointError, ContractError, DivergenceError, by_all
 from shardrun.records.fit import group_violations
 from shardrun.records.record import ShardRecord
 from shardrun.records.tensors import host_copy
@@ -324,7 +324,7 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
     misfits += _data_misfits(built, loaded.manifest.get("data", {}))
     misfits += _buffer_misfits(buffers, loaded.rank_state)
     misfits += [] if anew else [f"random stream {line}" for line in rng_misfits(streams)]
-    misfits += parameter_misfits(built, loaded)
+    misfits += [*parameter_misfits(built, loaded), *_record_misfits(built, loaded)]
     told = f"checkpoint {loaded.path.name} does not fit: " + "; ".join(misfits)
     built.comm.agree("restore", error=CheckpointError(told) if misfits else None)
     assert progress is not None  # or its misfit was raised above
@@ -341,6 +341,17 @@ def restore(built: Built, loaded: Loaded, *, other_device: bool = False) -> Prog
         restore_rng(streams)
         built.notes.extend(notes)
     return progress
+
+
+def _record_misfits(built: Built, loaded: Loaded) -> list[str]:
+    """What keeps the sessions of this rank from taking their records; collective."""
+    found = []
+    for group in built.groups:
+        try:
+            group.sharded.require_fit(loaded.records[group.record_name])
+        except ContractError as error:
+            found.append(str(error))
+    return found
 
 
 def _data_misfits(built: Built, saved: Mapping[str, Any]) -> list[str]:

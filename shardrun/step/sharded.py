@@ -191,16 +191,7 @@ class ShardedOptimizer(ABC):
 
         A rank that fails after that (of memory, say) closes the communicator, and its session can go on no more.
         """
-        masters = self._masters.views
-        mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
-        found, shared = judge(
-            record, self.record_meta(), lambda held: {**self.stepper.expected_tensors(held), **mastered}
-        )
-        told = f"record of {self.name} does not fit: "
-        error = ContractError(told + "; ".join(found)) if found else None
-        held = self.comm.agree(f"load_record of {self.name}", shared, error)
-        if joint := joint_misfits(held, self.comm.named):
-            raise by_all(ContractError(told + "; ".join(joint)))
+        self.require_fit(record)
         with signals_deferred():
             torn, self.torn = self.torn, True  # should the machine fail underway
             try:
@@ -212,6 +203,19 @@ class ShardedOptimizer(ABC):
                 self.comm.poison(f"{self.comm.named(self.comm.rank)} failed in load_record of {self.name}: {told}")
                 raise
             self.torn = torn
+
+    def require_fit(self, record: ShardRecord) -> None:
+        """Refuse what `load_record` would refuse, and change nothing; collective."""
+        masters = self._masters.views
+        mastered: Expected = {name: ((view.numel(),), view.dtype) for name, view in masters.items()}
+        found, shared = judge(
+            record, self.record_meta(), lambda held: {**self.stepper.expected_tensors(held), **mastered}
+        )
+        told = f"record of {self.name} does not fit: "
+        error = ContractError(told + "; ".join(found)) if found else None
+        held = self.comm.agree(f"load_record of {self.name}", shared, error)
+        if joint := joint_misfits(held, self.comm.named):
+            raise by_all(ContractError(told + "; ".join(joint)))
 
     def record_meta(self) -> dict[str, Any]:
         """What a record says of itself, as plain JSON: contract, layout, optimizer, topology, fragments."""

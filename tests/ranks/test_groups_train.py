@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from itertools import islice
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.manifest import MANIFEST, read_manifest, seal
 from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
 from shardrun.run.build import Built, build
@@ -268,6 +269,28 @@ def test_groups_that_cannot_be_meant_are_refused_by_all(tmp_path: Path, groups: 
     done = train({**config, "groups": {**config["groups"], **groups}})
     assert set(done.codes) == {2}
     assert all(said in error for error in done.errors), done.errors
+
+
+def test_records_that_do_not_fit_are_refused_together_whichever_group_they_are_of(tmp_path: Path) -> None:
+    """Well sealed, but some of the state is not there."""
+    asked = moe(tmp_path / "run", 1, 2)
+    checkpoint = trained(asked, stop_at=2).checkpoint(2)
+    manifest, _ = read_manifest(checkpoint)
+    lost = []
+    for entry in (one for one in manifest["files"] if one["role"] == "record"):
+        path = checkpoint / entry["path"]
+        tensors = load_file(path)
+        lost.append(next(name for name in sorted(tensors) if name.endswith("/exp_avg")))
+        del tensors[lost[-1]]
+        path.unlink()
+        save_file(tensors, path)
+        entry |= {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (checkpoint / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
+    refused = train(asked)
+    assert set(refused.codes) == {3}
+    told = "".join(refused.errors)
+    assert len(lost) == 4
+    assert [name for name in lost if f"{name}: expected, not in the record" not in told] == []
 
 
 # ---- other places ----------------------------------------------------------------------------------------------------
