@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from shardrun.checkpoint.export import INDEX_FILE
 from shardrun.checkpoint.manifest import MANIFEST, is_plain_name
-from shardrun.checkpoint.store import MODEL_FILE
+from shardrun.checkpoint.store import MODEL_FILE, require_outside
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import remove_file, rename_new, sync_folder
 from shardrun.records.header import Entry, TensorBytes, read_header_of, read_tensor, regular_file, write_safetensors
@@ -39,6 +39,7 @@ def import_model(source: Path, target: Path) -> Imported:
     """
     if target.suffix != ".safetensors":
         raise UsageError(f"{target}: init_from takes .safetensors files; give the new file such a name")
+    require_outside(target)
     if os.path.lexists(target):
         raise UsageError(f"{target}: is there already and is left as it is; give a name that is not taken")
     with contextlib.ExitStack() as opened:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardrun.checkpoint.store import require_outside
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import make_folder, remove_tree, rename_new, sync_folder
 
@@ -20,9 +21,11 @@ def new_folder(target: Path, needed: int) -> Iterator[Path]:
 
     If the block raises, or the process is killed, there is no `target`. What a killed process leaves stands beside it
     under a hidden name, and goes with the next call for the same target. The block fsyncs its own files.
-    UsageError if `target` is there already; CheckpointError for what the disk does not take, with both sizes.
+    UsageError if `target` is there already, or in a checkpoint; CheckpointError for what the disk does not take, with
+    both sizes.
     """
     target = Path(os.path.abspath(target))
+    require_outside(target)
     if os.path.lexists(target):
         raise _taken(target)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest
 from shardrun.checkpoint.safe_files import list_tree, open_inside
-from shardrun.errors import CheckpointError
+from shardrun.errors import CheckpointError, UsageError
 
 CHECKPOINTS = "checkpoints"
 STAGING = ".staging"
@@ -75,6 +76,13 @@ class Found:
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is one checkpoint, damaged or not, rather than a run folder."""
     return path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.name) is not None)
+
+
+def require_outside(target: Path) -> None:
+    """Refuse to write `target` into a checkpoint, which would be damaged by a file that it does not know."""
+    for folder in Path(os.path.abspath(target)).parents:
+        if (folder / MANIFEST).is_file():
+            raise UsageError(f"{target}: lies in the checkpoint {folder}, which it would damage; give another place")
 
 
 def checkpoints_folder(path: Path) -> Path:

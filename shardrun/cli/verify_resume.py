@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardrun import report
 from shardrun.checkpoint.manifest import read_manifest
+from shardrun.checkpoint.store import require_outside
 from shardrun.config.load import load
 from shardrun.config.schema import Config
 from shardrun.errors import LaunchError, UsageError
@@ -54,8 +55,10 @@ def run(target: Path, overrides: list[str], ask: Ask) -> int:
     """
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)  # of a torchrun around this; the legs have processes of their own
-    if ask.report is not None and not ask.report.resolve().parent.is_dir():
-        raise UsageError(f"--report {ask.report}: there is no folder {ask.report.resolve().parent}")
+    if ask.report is not None:
+        require_outside(ask.report)
+        if not ask.report.resolve().parent.is_dir():
+            raise UsageError(f"--report {ask.report}: there is no folder {ask.report.resolve().parent}")
     prove = _of_run(target, overrides, ask) if target.is_dir() else _of_config(target, overrides, ask)
     scratch, failed = _scratch(), False
     try:

@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 
 from shardrun.checkpoint.export import export_safetensors
 from shardrun.checkpoint.export_torch import export_torch
+from shardrun.checkpoint.import_model import import_model
 from shardrun.checkpoint.inspect import inspect
 from shardrun.checkpoint.load import load
 from shardrun.checkpoint.manifest import MANIFEST, seal
 from shardrun.checkpoint.reshard import reshard
+from shardrun.checkpoint.store import examine
+from shardrun.cli import verify_resume
 from shardrun.comm.communicator import Communicator
 from shardrun.errors import CheckpointError, UsageError
 from tests.golden import state
@@ -185,3 +188,23 @@ def test_any_change_of_a_sealed_manifest_ends_in_a_whole_folder_or_none(
     else:
         assert any(target.iterdir())
     assert not list(tmp_path.glob(".out*"))
+
+
+def into_a_file(source: Path, target: Path) -> None:
+    import_model(source, target.with_suffix(".safetensors"))
+
+
+def into_a_page(source: Path, target: Path) -> None:
+    verify_resume.run(source, [], verify_resume.Ask(report=target))
+
+
+@pytest.mark.parametrize("name", ["out", "zero2/out", "new/out"])
+@pytest.mark.parametrize(
+    "write", [export_safetensors, export_torch, partial(reshard, world_size=2), into_a_file, into_a_page]
+)
+def test_nothing_is_written_into_a_checkpoint(tmp_path: Path, write: Callable[[Path, Path], object], name: str) -> None:
+    path = put(tmp_path, 3)
+    with pytest.raises(UsageError, match=f"lies in the checkpoint {path}, which it would damage"):
+        write(path, path / name)
+    assert examine(path).complete
+    assert not (path / "new").exists()
