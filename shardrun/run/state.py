@@ -53,6 +53,7 @@ class Lineage:
 
 def snapshot_of(built: Built, progress: Progress, lineage: Lineage) -> Snapshot:
     """Everything that the next step depends on, to be saved before anything goes on; collective."""
+    built.comm.agree("buffers to save", error=_grown_buffers(built))
     return replace(_without_record(built, progress, lineage, {}), records=_records(built))
 
 
@@ -65,24 +66,26 @@ def snapshot_aside(
     on any thread, and is called once, before the next update; local. `compared`: digests of the parameters as they are
     now; whoever writes one finds out if it was not copied as it was.
     """
+    grown = _grown_buffers(built)
     now = _without_record(built, progress, lineage, compared)
     parameters = distinct_parameters(built.model)
-    rank_state = {name: host_copy(tensor) for name, tensor in now.rank_state.items()}
+    own = {name: host_copy(tensor) for name, tensor in now.rank_state.items()}
     buffers = {name: host_copy(tensor) for name, tensor in now.model.items() if name not in parameters}
 
     def take() -> Snapshot:
+        if grown is not None:
+            raise grown
         written = now.written(built.comm.rank)  # of the rest only its form is asked for
         copied = {name: buffers[name] if name in buffers else host_copy(one) for name, one in written.items()}
         records = _records(built)
         for record in records.values():
             record.tensors = {name: tensor.cpu() for name, tensor in record.tensors.items()}
-        return replace(now, model={**now.model, **copied}, records=records, rank_state=rank_state)
+        return replace(now, model={**now.model, **copied}, records=records, rank_state=own)
 
     return take
 
 
 def _without_record(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
-    _refuse_grown_buffers(built)
     aliases = tied_names(built.model)
     model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
     return Snapshot(
@@ -125,7 +128,7 @@ def _joint_digest(step: int, names: list[str], compared: Mapping[str, str], mode
     return joint_digest(digests)
 
 
-def _refuse_grown_buffers(built: Built) -> None:
+def _grown_buffers(built: Built) -> CheckpointError | None:
     """A buffer that came or changed its form in forward could not be put back into a model that was just built."""
     before, now = built.buffer_forms, buffer_forms(built.model)
     changed = [
@@ -133,11 +136,10 @@ def _refuse_grown_buffers(built: Built) -> None:
         for path in sorted(before.keys() | now.keys())
         if before.get(path) != now.get(path)
     ]
+    if not changed:
+        return None
     told = "buffers changed their form since set-up, so that no resume could put them back; give them their full size "
-    error = (
-        CheckpointError(f"{told}in __init__, or keep them out of buffers: " + "; ".join(changed)) if changed else None
-    )
-    built.comm.agree("buffers to save", error=error)
+    return CheckpointError(f"{told}in __init__, or keep them out of buffers: " + "; ".join(changed))
 
 
 def _sections(built: Built, progress: Progress, lineage: Lineage) -> dict[str, Any]:

@@ -128,9 +128,10 @@ def test_a_run_that_diverged_does_not_skip_for_ever(tmp_path: Path) -> None:
     assert "window 51 is skipped" in done.texts("note")[-1]
 
 
-def test_a_buffer_that_grows_in_forward_is_refused_at_the_first_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_buffer_that_grows_in_forward_is_refused_at_the_first_save(tmp_path: Path, background: bool) -> None:
     recipe = str(RECIPES / "run_grows.py")
-    sections = {"train": {"steps": 2, "global_batch_size": 2}}
+    sections = {"train": {"steps": 2, "global_batch_size": 2}, "checkpoint": {"async": background}}
     grown = train(document(tmp_path / "grown", 2, sections, recipe))
     assert grown.codes == [3, 3]
     assert all("cache: (0,) torch.float32 at set-up, (8,) torch.float32 now" in error for error in grown.errors)
