@@ -45,6 +45,9 @@ from tests.support.ranks import run_ranks
 ALONE = Communicator.single()
 
 
+pytestmark = pytest.mark.sample(12)
+
+
 def snapshot(rank: int, world_size: int, **own: Any) -> Snapshot:
     """The golden state with the own state of a rank that a run would save."""
     buffers = {"buffer/norm.running_mean": torch.arange(3.0)}
@@ -163,8 +166,6 @@ MEASURE = """
 import sys
 from pathlib import Path
 from shardrun.checkpoint.reshard import reshard
-
-pytestmark = pytest.mark.sample(12)
 
 def status(key):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
