@@ -12,6 +12,7 @@ from torch import nn
 from shardrun.checkpoint.snapshot import model_specs
 from shardrun.config.groups import places, replica_sets
 from shardrun.config.schema import Config
+from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError
 from shardrun.records.header import TensorBytes
 from shardrun.records.tensors import form_bytes
@@ -74,6 +75,7 @@ def _distinct(config: Config) -> list[tuple[int, ...]]:
 def _build_place(config: Config, recipe: Recipe, ranks: tuple[int, ...]) -> Place:
     axes = config.topology.axes
     coordinates = places(axes)[ranks[0]] if axes else {}
+    seed_all(derive_seed(Purpose.MODEL, config.run.seed))  # as a run does; and the same plan at every call
     model = _build_model(recipe, World(ranks[0], config.topology.world_size, dict(axes), coordinates))
     refuse_unsound(model)
     selections = find_groups(model, config.parts, shapes_only=True)

@@ -119,6 +119,7 @@ def test_the_command_shows_a_table_and_a_document() -> None:
     assert shown.output.startswith("plan for 3 ranks; nothing was started")
     assert "0 to 2" in shown.output
     found = CliRunner().invoke(app, ["plan", config, "--world", "3", "--json"])
+    assert CliRunner().invoke(app, ["plan", config, "--world", "3", "--json"]).stdout == found.stdout
     planned = json.loads(found.stdout)
     assert (planned["schema_version"], planned["world_size"], len(planned["ranks"])) == (1, 3, 3)
     assert planned["checkpoint_bytes"] == sum(file["bytes"] for file in planned["files"])
