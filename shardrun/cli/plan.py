@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 
 from shardrun import report
@@ -15,7 +17,8 @@ def run(config: Path, overrides: list[str], world_size: int | None, json: bool) 
     settings = load(config, words)
     from shardrun.run.plan import plan
 
-    planned = plan(settings).to_json()
+    with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not part of the document
+        planned = plan(settings).to_json()
     if json:
         report.json_document({"config": str(config), **planned})
     else:

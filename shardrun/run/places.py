@@ -13,7 +13,7 @@ from shardrun.checkpoint.snapshot import model_specs
 from shardrun.config.groups import places, replica_sets
 from shardrun.config.schema import Config
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
-from shardrun.errors import ConfigError
+from shardrun.errors import ConfigError, ShardrunError
 from shardrun.records.header import TensorBytes
 from shardrun.records.tensors import form_bytes
 from shardrun.run.build import make_model, selection_notes
@@ -101,10 +101,17 @@ def _build_model(recipe: Recipe, world: World) -> nn.Module:
     try:
         with META:
             return make_model(recipe, world)
+    except ShardrunError:
+        raise
     except Exception as error:
-        file, line, _ = frames_of(error)[-1]
         raise ConfigError(
             f"recipe: build_model of {recipe.source} cannot run on the meta device, where a plan builds the model so "
-            f"that it takes no memory: {type(error).__name__}: {error} (at {file}:{line}); tensors "
-            "have no values there: leave out what reads them, such as .item() or torch.load, where a parameter is_meta"
+            f"that it takes no memory: {described(error)}; tensors have no values there: leave out what reads them, "
+            "such as .item() or torch.load, where a parameter is_meta"
         ) from error
+
+
+def described(error: Exception) -> str:
+    """An error of a recipe's own code, with the place in it."""
+    file, line, _ = frames_of(error)[-1]
+    return f"{type(error).__name__}: {error} (at {file}:{line})"

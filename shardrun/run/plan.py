@@ -16,14 +16,14 @@ from shardrun.checkpoint.store import model_file, record_file, state_file
 from shardrun.comm.agreement import ROUND_BYTES
 from shardrun.config.groups import replica_sets
 from shardrun.config.schema import Config
-from shardrun.errors import ConfigError
+from shardrun.errors import ConfigError, ShardrunError
 from shardrun.records.header import TensorBytes, planned_bytes
 from shardrun.records.header_parser import DTYPE_NAMES
 from shardrun.records.tensors import form_bytes
 from shardrun.run.groups import record_name, refuse_shared_paths, rounds_per_step
 from shardrun.run.model_files import join_parts
 from shardrun.run.optimizer import draft_optimizer
-from shardrun.run.places import Place, build_places
+from shardrun.run.places import Place, build_places, described
 from shardrun.run.recipe import Recipe, load_recipe
 from shardrun.run.state import new_run_id
 from shardrun.step.footprint import Footprint, RankBytes
@@ -162,7 +162,7 @@ class Planned:
 
 def plan(config: Config) -> Planned:
     """Plan the run of `config`; local. ConfigError, SelectionError and UsageError for what a run would refuse."""
-    recipe = load_recipe(config.recipe, config.recipe_args)
+    recipe = _load_recipe(config)
     found = build_places(config, recipe)
     groups = list(_groups(config, recipe, found))
     spread = [group for group in groups if len(group.ranks) < config.topology.world_size]
@@ -174,6 +174,15 @@ def plan(config: Config) -> Planned:
     ]
     files = [*_model_files(config, found), *_records(config, groups), *_states(config, found)]
     return Planned(config, found, groups, files, rounds_per_step(config), notes)
+
+
+def _load_recipe(config: Config) -> Recipe:
+    try:
+        return load_recipe(config.recipe, config.recipe_args)
+    except ShardrunError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"recipe: {config.recipe} cannot be loaded: {described(error)}") from error
 
 
 def _groups(config: Config, recipe: Recipe, found: Sequence[Place]) -> Iterator[PlannedGroup]:

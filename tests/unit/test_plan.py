@@ -92,6 +92,32 @@ def test_a_recipe_that_reads_values_is_told_where(tmp_path: Path) -> None:
     assert "llama_shapes.py:" in str(caught.value)
 
 
+_OWN = """
+from recipes.gpt import Args, build_data, loss
+def build_model(args):
+    print("building")
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return args.layers", "build_model returned int, expected a torch.nn.Module; return the model itself"),
+        ("return nothing", "NameError: name 'nothing' is not defined (at {}:5); tensors have no values there"),
+        ("return", "build_model returned NoneType"),
+        ("x = 1\nwrong", "cannot be loaded: NameError: name 'wrong' is not defined (at {}:6)"),
+    ],
+)
+def test_an_error_of_the_recipe_is_told_with_its_place(tmp_path: Path, body: str, said: str) -> None:
+    recipe = tmp_path / "own.py"
+    recipe.write_text(_OWN.format(body))
+    found = CliRunner().invoke(app, ["plan", str(CONFIGS / "single.yaml"), f"recipe={recipe}", "--json"])
+    assert found.exit_code == 2, found.output
+    message = json.loads(found.stdout)["error"]["message"]  # whatever the recipe prints
+    assert said.format(recipe) in message
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "said"),
     [
