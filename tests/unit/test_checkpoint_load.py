@@ -7,6 +7,8 @@ import io
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -149,6 +151,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path: Path, monkeypa
         os.truncate(path, path.stat().st_size - 100)
         return fresh_tensor(entry)
 
+    # One file after the other, the model first: tensors of others must not cut it before it is opened.
+    monkeypatch.setattr("shardrun.checkpoint.read.ThreadPoolExecutor", partial(ThreadPoolExecutor, 1))
     monkeypatch.setattr("shardrun.checkpoint.read.fresh_tensor", shrink)
     with pytest.raises(CheckpointError, match=r"model.safetensors: ended .* early while being read"):
         load(tmp_path, COMM, state.expected())
