@@ -14,6 +14,11 @@ from shardrun.config.schema import Config, meaning
 from shardrun.errors import CheckpointError, ConfigError, UsageError
 
 _RESOLVED = "config.resolved.yaml"
+_OF_A_RUN: Mapping[str, type] = {
+    **dict.fromkeys(("run", "attempt"), str),
+    **dict.fromkeys(("config", "meaning", "counters", "numerics", "recipe", "data"), dict),
+}
+"""What the manifest of a run has besides that of any checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,8 @@ def _saved(found: Found) -> Saved:
     if not found.complete:
         raise CheckpointError(f"checkpoint {found.path} is damaged: {found.why}; name another one")
     manifest, digest = read_manifest(found.path)
-    wanting = {"config", "meaning", "counters", "numerics", "recipe", "data", "run", "attempt"} - manifest.keys()
-    if wanting:
-        raise CheckpointError(f"{found.path}: its manifest has no {', '.join(sorted(wanting))}; it is no run's")
+    if wanting := [key for key, kind in _OF_A_RUN.items() if not isinstance(manifest.get(key), kind)]:
+        raise CheckpointError(f"{found.path}: its manifest has no {', '.join(wanting)}; it is no run's")
     return Saved(found.path, found.step, manifest, digest)
 
 

@@ -273,6 +273,12 @@ def only_one(run_dir: Path) -> None:
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:010d}")
 
 
+def no_run(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / "step-0000000006"
+    manifest = {key: value for key, value in read_manifest(checkpoint)[0].items() if key != "digest"}
+    (checkpoint / MANIFEST).write_bytes(seal({**manifest, "attempt": None, "meaning": []}))
+
+
 def nothing(run_dir: Path) -> None:
     pass
 
@@ -282,6 +288,12 @@ def nothing(run_dir: Path) -> None:
     [
         (damage, (None, None), CheckpointError, "step-0000000008 is damaged"),
         (only_one, (None, None), UsageError, "holds no checkpoint before step-0000000008"),
+        (
+            no_run,
+            (None, None),
+            CheckpointError,
+            "step-0000000006: its manifest has no attempt, meaning; it is no run's",
+        ),
         (nothing, ("8", "6"), UsageError, "the first was not saved before the second"),
         (nothing, ("3", None), CheckpointError, "holds no checkpoint step-0000000003; there are step-0000000008, "),
     ],
