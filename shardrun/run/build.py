@@ -19,7 +19,7 @@ from shardrun.config.schema import Config
 from shardrun.data.loader import MicroBatchLoader
 from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
-from shardrun.errors import ConfigError, LaunchError, SelectionError, UsageError
+from shardrun.errors import ConfigError, LaunchError, SelectionError, ShardrunError, UsageError
 from shardrun.run import model as models
 from shardrun.run.groups import (
     TrainedGroup,
@@ -187,8 +187,12 @@ def _group(
     part = sets.index(own.ranks) if own is not comm else 0
     name_on_disk = record_name(name, part, len(sets))
     placement = saved.get(name_on_disk)
-    session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
-    sharded = shard_optimizer(name_on_disk, asked.optimizer, config, session, recipe, placement)
+    try:
+        session = SelectedDataParallel(own, model, selection, None if placement is None else placement.order)
+        sharded = shard_optimizer(name_on_disk, asked.optimizer, config, session, recipe, placement)
+    except ShardrunError as error:
+        error.agreed &= own is comm  # a replica set has agreed on it, the rest of the world has not heard of it
+        raise
     schedule = _schedule(config, asked.schedule or config.schedule, loader)
     exchanging = config.topology.exchanging or own is not comm
     return TrainedGroup(name, asked, own, selection, sharded, schedule, exchanging)

@@ -54,7 +54,14 @@ def join_parts(held: Mapping[int, tuple[Mapping[str, list[Any]], Mapping[str, st
                 told = f"rank {holder[name]} has {first}, rank {rank} has {spec}"
                 problem = problem or f"{name} is the name of different tensors: {told}; name them apart"
             holder.setdefault(name, rank)
-        ties |= tied
+        for name, to in tied.items():
+            if ties.setdefault(name, to) != to:
+                problem = (
+                    problem or f"{name} is tied to {ties[name]} and on rank {rank} to {to}; tie it alike on all ranks"
+                )
+    for name in sorted(ties.keys() & specs.keys()):
+        told = f"{name} is tied to {ties[name]}, but a tensor of its own on rank {holder[name]}"
+        problem = problem or f"{told}; tie it on all ranks that have it, or name them apart"
     return JoinedParts(specs, ties, holder), problem
 
 

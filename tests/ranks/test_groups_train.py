@@ -247,6 +247,21 @@ def test_parts_that_are_numbered_by_rank_are_known_by_their_global_name(tmp_path
     assert elsewhere.steps[-1]["step"] == 3
 
 
+_UNLIKE = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "recipes")!r})
+import torch
+import moe
+from moe import Args, build_data, loss
+
+def build_model(args, world):
+    model = moe.build_model(args, world)
+    if world.rank == 3:
+        model.blocks[0].moe.experts["2"].up.weight = torch.nn.Parameter(torch.ones(2, 2))
+    return model
+"""
+
+
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
@@ -291,6 +306,16 @@ def test_records_that_do_not_fit_are_refused_together_whichever_group_they_are_o
     told = "".join(refused.errors)
     assert len(lost) == 4
     assert [name for name in lost if f"{name}: expected, not in the record" not in told] == []
+
+
+def test_what_one_replica_set_refuses_is_told_to_the_others(tmp_path: Path) -> None:
+    """At set-up ranks 1 and 3 raise together; ranks 0 and 2 are elsewhere, and no step has begun that would tell."""
+    recipe = tmp_path / "unlike.py"
+    recipe.write_text(_UNLIKE)
+    done = train({**moe(tmp_path, 2, 2, steps=1), "recipe": str(recipe)})
+    assert done.codes == [1, 2, 1, 2]
+    for rank in (0, 2):
+        assert "ContractError: the ranks select different parameters" in done.errors[rank], done.errors[rank]
 
 
 # ---- other places ----------------------------------------------------------------------------------------------------
