@@ -9,6 +9,7 @@ from typing import Any
 from shardrun import report
 from shardrun.checkpoint.difference import diff
 from shardrun.checkpoint.inspect import inspect
+from shardrun.checkpoint.store import is_checkpoint, newest
 from shardrun.cli.diff_view import diff_view
 from shardrun.cli.inspect_view import checkpoint_view, loose_view, run_view
 from shardrun.errors import CheckpointError, UsageError, VerificationError
@@ -22,6 +23,8 @@ def run(path: Path, *, verify: bool = False, stats: bool = False, other: Path | 
     """
     if other is not None and stats:
         raise UsageError("--stats tells of one checkpoint, --diff compares two; leave one of them out")
+    if stats and not is_checkpoint(path) and (last := newest(path)) is not None:
+        raise UsageError(f"--stats tells of one checkpoint, {path} is the folder of a run; its newest is {last.path}")
     with report.Reading() as meter:
         if other is None:
             found = inspect(path, verify=verify, stats=stats, meter=meter)

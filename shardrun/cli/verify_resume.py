@@ -117,6 +117,8 @@ def _of_run(run_dir: Path, overrides: list[str], ask: Ask) -> Callable[[Path], P
 def _of_config(config: Path, overrides: list[str], ask: Ask) -> Callable[[Path], Proof]:
     if ask.first is not None or ask.last is not None:
         raise UsageError(f"--from and --to name checkpoints of a run; {config} is not the folder of one")
+    if not config.exists():
+        raise UsageError(f"{config}: does not exist; give a config, or the folder of a run")
     settings = load(config, overrides)
     most = None if any(word.startswith(_LENGTHS) for word in overrides) else DEFAULT_WINDOWS
 

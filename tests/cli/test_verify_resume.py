@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from shardrun.cli.app import app
 from shardrun.run.metrics import read_rows
 from tests.support.launching import Program, final_tensors, shardrun, started
 from tests.support.verifying import verify_config
@@ -136,6 +138,14 @@ def test_what_cannot_be_proven_is_refused(tmp_path: Path, words: list[str], said
     with verified(tmp_path, verify_config(tmp_path), *words) as (code, program):
         assert code == 2
         assert said in program.stderr
+
+
+def test_a_target_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["verify-resume", str(tmp_path / "no")])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"error: {tmp_path}/no: does not exist; give a config, or the folder of a run\n",
+    )
 
 
 def test_a_config_error_comes_before_anything_is_started(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     path = put(tmp_path, 3)
     code = (
         "import sys; from pathlib import Path; from shardrun.cli import inspect_ckpt; "
-        "codes = [inspect_ckpt.run(Path(p), verify=True, stats=True) for p in sys.argv[1:]]; "
+        "codes = [inspect_ckpt.run(Path(p), verify=True, stats='step-' in p) for p in sys.argv[1:]]; "
         "sys.exit(9 if 'torch' in sys.modules else sum(codes))"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(path), str(tmp_path)], capture_output=True, check=False)
@@ -240,7 +240,11 @@ def test_the_options_reach_the_command(tmp_path: Path) -> None:
         (["--verify", "--stats"], 0, "checkpoint"),
         (["--diff", str(other)], 4, "diff"),
         (["--diff", str(tmp_path / "no")], 3, None),
+        ([str(one), "--diff", str(one), "--stats"], 2, None),
+        ([str(tmp_path), "--verify"], 0, "run"),
+        ([str(tmp_path), "--stats"], 2, None),
     ):
-        ended = CliRunner().invoke(app, ["inspect-ckpt", str(one), *words, "--json"])
+        path = [] if Path(words[0]).is_dir() else [str(one)]
+        ended = CliRunner().invoke(app, ["inspect-ckpt", *path, *words, "--json"])
         assert ended.exit_code == code, ended.output
         assert json.loads(ended.stdout).get("kind") == kind
