@@ -19,7 +19,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 ROLES = ("model", "record", "state")
 
-_MAX_BYTES = 128 << 20
+MAX_BYTES = 128 << 20
+"""Longest manifest that is read, and so that is written."""
 _DEEPEST = 40
 _HEX = re.compile(r"[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\Z")
@@ -69,7 +70,7 @@ def _read_raw(checkpoint: Path) -> bytes:
     raw = bytearray()
     try:
         with open_inside(checkpoint, MANIFEST) as file:
-            while len(raw) <= _MAX_BYTES and (chunk := file.read(1 << 20)):
+            while len(raw) <= MAX_BYTES and (chunk := file.read(1 << 20)):
                 raw += chunk
     except OSError as error:
         raise CheckpointError(f"{checkpoint / MANIFEST}: cannot be read: {error.strerror}") from error
@@ -91,8 +92,8 @@ def understood(checkpoint: Path) -> Iterator[None]:
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:
     """A manifest from its bytes, every field that this room relies on checked. CheckpointError otherwise."""
-    if len(raw) > _MAX_BYTES:
-        raise CheckpointError(f"it has more than {_MAX_BYTES:,} bytes")
+    if len(raw) > MAX_BYTES:
+        raise CheckpointError(f"it has more than {MAX_BYTES:,} bytes")
     try:
         found = _DECODER.decode(raw.decode("ascii"))
     except RecursionError:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shardrun.checkpoint.files import MODEL_METADATA, file_metadata, kept_on_disk
+from shardrun.checkpoint.manifest import MAX_BYTES, canonical_json
 from shardrun.checkpoint.store import model_file, record_file, state_file
 from shardrun.comm.agreement import ROUND_BYTES
 from shardrun.config.groups import replica_sets
@@ -173,6 +174,7 @@ def plan(config: Config) -> Planned:
         for name in sorted({name for group in groups for name in group.footprint.unknown})
     ]
     files = [*_model_files(config, found), *_records(config, groups), *_states(config, found)]
+    notes += _manifest_notes(groups)
     return Planned(config, found, groups, files, rounds_per_step(config), notes)
 
 
@@ -225,6 +227,18 @@ def _records(config: Config, groups: Sequence[PlannedGroup]) -> Iterator[Planned
         for number, rank in enumerate(group.ranks):
             path = record_file(group.record, number, len(group.ranks), group.strategy)
             yield PlannedFile(path, "record", rank, group.record_bytes(number, step, run))
+
+
+def _manifest_notes(groups: Sequence[PlannedGroup]) -> Iterator[str]:
+    """A manifest lists what every rank has state of; many tensors on very many ranks make it too long to be saved."""
+    listed = sum(
+        len(canonical_json(group.footprint.fragments(number))) for group in groups for number in range(len(group.ranks))
+    )
+    if listed > MAX_BYTES:
+        yield (
+            f"no checkpoint of this run could be saved: its manifest would list what every rank has state of in "
+            f"{listed:,} bytes, and manifests have up to {MAX_BYTES:,}; train on fewer ranks"
+        )
 
 
 def _states(config: Config, found: Sequence[Place]) -> Iterator[PlannedFile]:

@@ -81,6 +81,14 @@ def test_experts_are_planned_at_every_place() -> None:
     assert all({*held} == {"dense", "experts"} for _, _, held in planned.ranks())
 
 
+def test_a_manifest_that_would_be_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(CONFIGS / "quickstart.yaml")
+    assert plan(config).notes == []
+    monkeypatch.setattr("shardrun.run.plan.MAX_BYTES", 1000)
+    (note,) = plan(config).notes
+    assert note.startswith("no checkpoint of this run could be saved: its manifest would list")
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
