@@ -41,7 +41,8 @@ class _Files:
 
     checkpoint: Path
     manifest: Mapping[str, Any]
-    _read: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    _read: dict[str, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
+    """File -> parameter -> name -> tensor."""
 
     def holders(self, path: str, start: int, stop: int) -> list[tuple[int, int, dict[str, Any]]]:
         """(start, stop, entry) of the files that have elements of [start, stop) of a parameter, in their order."""
@@ -52,13 +53,13 @@ class _Files:
                 found.append((held[0], held[1], entry))
         return sorted(found, key=lambda one: one[:2])
 
-    def of_path(self, entry: Mapping[str, Any], path: str) -> Iterator[tuple[str, Tensor]]:
+    def of_path(self, entry: Mapping[str, Any], path: str) -> Mapping[str, Tensor]:
         """What a file has of a parameter, by name; CheckpointError unless the file is as registered."""
         if entry["path"] not in self._read:
-            self._read[entry["path"]] = read_verified(self.checkpoint, entry)[1]
-        for name, tensor in self._read[entry["path"]].items():
-            if record_key(name)[0] == path:
-                yield name, tensor
+            by_path = self._read[entry["path"]] = {}
+            for name, tensor in read_verified(self.checkpoint, entry)[1].items():
+                by_path.setdefault(record_key(name)[0], {})[name] = tensor
+        return self._read[entry["path"]].get(path, {})
 
     def step_count(self, paths: Collection[str]) -> int:
         """Steps of the groups that have any of these parameters; of several the most: a part of a model that no token
@@ -180,13 +181,14 @@ def _of_path(files: _Files, path: str, extent: tuple[int, int], *, whole: bool) 
     start, stop = extent
     parts: dict[str, list[Tensor]] = {}
     for _, _, entry in files.holders(path, 0, 1):
-        parts |= {name: [tensor] for name, tensor in files.of_path(entry, path) if whole or tensor.dim() == 0}
+        held = files.of_path(entry, path)
+        parts |= {name: [tensor] for name, tensor in held.items() if whole or tensor.dim() == 0}
     for low, high, entry in () if whole else files.holders(path, start, stop):
-        for name, tensor in files.of_path(entry, path):
+        for name, tensor in files.of_path(entry, path).items():
             if tensor.dim():
                 parts.setdefault(name, []).append(tensor[max(start, low) - low : min(stop, high) - low])
-    for name, held in parts.items():
-        yield name, held[0] if len(held) == 1 else torch.cat(held)
+    for name, pieces in parts.items():
+        yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _state(checkpoint: Path, manifest: Mapping[str, Any], rank: int, names: Collection[str]) -> dict[str, Tensor]:

@@ -131,6 +131,10 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     selected = {path for selection in selections.values() for path in selection.parameters}
     unselected = models.freeze_unselected(model, selected)
     notes += [note for name, selection in selections.items() for note in selection_notes(name, selection, config)]
+    if names is not None and recipe.on_save is not None:
+        notes.append(
+            "on_save of the recipe is given the part of the model that rank 0 has; `shardrun export` writes all"
+        )
     apart = bool(world.axes) or len(members(config)) > len(config.parts)
     differed = models.compare_unselected(comm, model, unselected, config.topology.sync_unselected, apart=apart)
     if differed:
