@@ -162,7 +162,7 @@ def test_strategies_and_schedules_may_differ_from_group_to_group(tmp_path: Path)
 
 
 def test_an_expert_without_a_token_stands_still(tmp_path: Path) -> None:
-    """Eight experts for few tokens: in a window in which it gets none, one is neither updated nor decayed nor counted."""
+    """Eight experts for few tokens: in a window without any for it, one is neither updated nor decayed nor counted."""
     few = {"experts": 8, "top_k": 1, "context": 1, "layers": 1, "balance": 0.0}
     train_section = {"steps": 4, "micro_batch_size": 1, "global_batch_size": 2}
     every = {"every": 1, "keep": 4}
