@@ -30,7 +30,8 @@ def export_torch(source: Path, target: Path) -> Exported:
 
     `model`: a state dict of all names; tied names share one tensor. `optimizer`: `state`, path -> what torch.optim
     keeps for that parameter, in its shape, and `param_groups`, whose `params` are paths: the form of
-    torch.distributed.checkpoint.state_dict. `masters`: FP32 master weights by path, where there are any. `step`,
+    torch.distributed.checkpoint.state_dict. There a tied parameter stands under all of its names, for which of them
+    torch asks depends on the model. `masters`: FP32 master weights by path, where there are any. `step`,
     `counters`, `schedule`, `data`, `config`: as in the manifest. Needs the memory of the whole state twice.
     """
     manifest = sound_manifest(source)
@@ -53,7 +54,22 @@ def _state_dict(source: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     saved |= {"optimizer": {"state": {}, "param_groups": []}, "masters": {}}
     for name in manifest["groups"]:
         _add_group(saved, source, manifest, name)
+    _add_ties(saved, manifest["aliases"])
     return saved
+
+
+def _add_ties(saved: dict[str, Any], aliases: Mapping[str, str]) -> None:
+    """Give what stands under one name of a tied parameter to the others too."""
+    ties: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        ties.setdefault(name, [name]).append(alias)
+    for names in ties.values():
+        for by_name in (saved["optimizer"]["state"], saved["masters"]):
+            for value in [by_name[name] for name in names if name in by_name]:
+                by_name |= dict.fromkeys(names, value)
+        for group in saved["optimizer"]["param_groups"]:
+            if not {*names}.isdisjoint(group["params"]):
+                group["params"] += [name for name in names if name not in group["params"]]
 
 
 def _add_group(saved: dict[str, Any], source: Path, manifest: Mapping[str, Any], group: str) -> None:
@@ -63,7 +79,7 @@ def _add_group(saved: dict[str, Any], source: Path, manifest: Mapping[str, Any],
             headers[entry["path"]], tensors[entry["path"]] = read_verified(source, entry)
     groups, state = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
     named = {path for one in groups for path in one["params"]}
-    own = _param_groups(manifest["groups"][group], manifest.get("config", {}).get("optimizer", {}))
+    own = _param_groups(manifest["groups"][group], _asked(manifest.get("config", {}), group))
     if twice := sorted(named & {path for one in own for path in one["params"]}):
         raise CheckpointError(f"{twice[0]} is in two groups of {source}; a state dict has one state of a name")
     groups += own
@@ -82,6 +98,14 @@ def _add_group(saved: dict[str, Any], source: Path, manifest: Mapping[str, Any],
 def _joined(whole: Whole, tensors: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
     pieces = [tensors[piece.path][whole.name].reshape(-1) for piece in whole.pieces]
     return torch.cat(pieces).reshape(whole.shape)
+
+
+def _asked(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    """What the config says of the optimizer of a group; the sets of ranks of one have records as NAME-0, NAME-1, ..."""
+    if groups := config.get("groups"):
+        found: Mapping[str, Any] = (groups.get(group) or groups[group.rpartition("-")[0]])["optimizer"]
+        return found
+    return config.get("optimizer") or {}
 
 
 def _param_groups(section: Mapping[str, Any], asked: Mapping[str, Any]) -> list[dict[str, Any]]:

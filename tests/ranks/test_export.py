@@ -97,13 +97,70 @@ def test_state_is_whole_by_name_in_the_shape_of_the_parameter(tmp_path: Path, op
         held = saved["masters"][path] if key == "master" else saved["optimizer"]["state"][path][key]
         assert held.shape == (model[path].shape if tensor.dim() else ()), name
         assert torch.equal(held.reshape(-1), tensor.reshape(-1)), name
-    assert len(live) == len(saved["masters"]) + sum(map(len, saved["optimizer"]["state"].values()))
-    assert saved["masters"].keys() == model.keys()
+    by_name = [saved["masters"], *saved["optimizer"]["state"].values()]
+    again = [held for name, held in saved["optimizer"]["state"].items() if name == "head.weight"]
+    assert len(live) == sum(map(len, by_name)) - sum(map(len, again)) - len({"head.weight"} & saved["masters"].keys())
+    assert saved["masters"].keys() == saved["model"].keys()
     groups = saved["optimizer"]["param_groups"]
-    assert sorted(path for one in groups for path in one["params"]) == sorted(model)
+    assert sorted(path for one in groups for path in one["params"]) == sorted(saved["model"])
     if optimizer["name"] == "muon":
         assert [(one["optimizer"], one["lr"]) for one in groups] == [("muon", 0.02), ("adamw", 1e-3)]
         assert "embed.weight" in groups[1]["params"]
+
+
+def test_ties_and_the_groups_of_a_config_are_known_to_torch(tmp_path: Path) -> None:
+    """Which of two tied names torch asks for is up to the model."""
+    recipe = tmp_path / "tied.py"
+    recipe.write_text(TIED)
+    groups = {
+        "first": {"select": {"include": ["w", "again"]}, "optimizer": {"name": "adamw", "lr": 0.25}},
+        "second": {"select": {"include": ["scale"]}, "optimizer": {"name": "adamw", "lr": 0.125, "weight_decay": 0}},
+    }
+    asked = document(tmp_path / "run", 1, {"groups": groups, "train": {"steps": 2, "micro_batch_size": 1}}, str(recipe))
+    del asked["optimizer"]
+    saved = loaded(export_torch(trained(asked).checkpoint(2), tmp_path / "out"))
+    made: dict[str, Any] = {}
+    exec(TIED, made)
+    model = made["build_model"](None)
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW([{"params": [model.w]}, {"params": [model.scale]}])
+    set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+    assert [(one["lr"], one["weight_decay"]) for one in optimizer.param_groups] == [(0.25, 0.01), (0.125, 0)]
+    state = optimizer.state[model.w]
+    assert torch.equal(state["exp_avg"], saved["optimizer"]["state"]["w"]["exp_avg"])
+    assert torch.equal(state["exp_avg"], saved["optimizer"]["state"]["again"]["exp_avg"])
+    assert state["step"] == 2
+
+
+TIED = """
+import torch
+from pydantic import BaseModel
+from torch.utils.data import TensorDataset
+
+
+class Args(BaseModel):
+    pass
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4, 4))
+        self.again = self.w
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+
+def build_model(args):
+    return Net()
+
+
+def build_data(args, split):
+    return TensorDataset(torch.arange(32.0).reshape(8, 4))
+
+
+def loss(model, batch):
+    return (batch[0] @ model.w * model.scale).sum(), len(batch[0])
+"""
 
 
 def test_it_does_not_matter_how_many_ranks_have_saved(tmp_path: Path) -> None:
