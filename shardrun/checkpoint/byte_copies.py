@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,3 +135,11 @@ class Copier:
         """Read a file of which nothing is copied, for its hash."""
         with self.source(entry) as source:
             source.finish()
+
+
+def check_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Read every registered file; CheckpointError naming the first that is not what the manifest says."""
+    with ThreadPoolExecutor(1) as hasher:
+        for entry in manifest["files"]:
+            with contextlib.closing(Source(checkpoint, entry, hasher)) as source:
+                source.finish()

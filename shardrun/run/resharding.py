@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.byte_copies import check_files
 from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.reshard import CLAIM, reshard
 from shardrun.checkpoint.store import CHECKPOINTS, STAGING, candidates
@@ -61,33 +62,41 @@ def find_source(comm: Communicator, job: Mapping[str, Any]) -> Source:
 def _at_world_size(asked: Path, scratch: Path, config: Config, fallback: bool) -> dict[str, Any]:
     """The fields of a Source, as plain JSON. What is damaged by its sizes already is left for the load to tell."""
     notes: list[str] = []
-    sets, axes, world_size = members(config), dict(config.topology.axes), config.topology.world_size
     for found in candidates(asked):
         if not found.complete and fallback:
             notes.append(f"checkpoint {found.path} is damaged: {found.why}")
             continue
         if not found.complete:
             break
-        manifest = read_manifest(found.path)[0]
-        before, saved = manifest["topology"]["world_size"], manifest["topology"].get("members", {})
-        before_axes = manifest.get("config", {}).get("topology", {}).get("axes", {})
-        other_axes = before_axes != axes  # frozen parts of the model may move, too
-        if before == world_size and saved == sets and not other_axes:
-            return {"path": str(found.path), "made_of": None, "notes": notes}
-        spread = any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values())
-        if spread or other_axes:
-            told = f"{found.path.name} was regrouped from {_told(saved)} to {_told(sets)}; {CLAIM}"
-            return {"path": str(found.path), "made_of": None, "regroup": True, "notes": [*notes, told]}
-        target = scratch / f"{found.path.name}.{world_size}-ranks.{secrets.token_hex(4)}"
         try:
-            done = reshard(found.path, target, world_size)
+            source = _taken_up(found.path, scratch, config, check=fallback)
         except CheckpointError as error:
             if not fallback:
                 raise
             notes.append(str(error))
             continue
-        return {"path": str(target), "made_of": str(found.path), "notes": [*notes, *done.notes]}
+        return {**source, "notes": [*notes, *source["notes"]]}
     return {"path": str(asked), "made_of": None, "notes": notes}
+
+
+def _taken_up(checkpoint: Path, scratch: Path, config: Config, *, check: bool) -> dict[str, Any]:
+    """A checkpoint as this world can take it up: as it is, by parts, or resharded. CheckpointError if it is damaged, as
+    far as it was read; `check`: all of it is."""
+    sets, axes, world_size = members(config), dict(config.topology.axes), config.topology.world_size
+    manifest = read_manifest(checkpoint)[0]
+    before, saved = manifest["topology"]["world_size"], manifest["topology"].get("members", {})
+    other_axes = manifest.get("config", {}).get("topology", {}).get("axes", {}) != axes
+    if before == world_size and saved == sets and not other_axes:
+        return {"path": str(checkpoint), "made_of": None, "notes": []}
+    spread = any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values())
+    if spread or other_axes:  # along other axes frozen parts of the model may move, too
+        if check:
+            check_files(checkpoint, manifest)
+        told = f"{checkpoint.name} was regrouped from {_told(saved)} to {_told(sets)}; {CLAIM}"
+        return {"path": str(checkpoint), "made_of": None, "regroup": True, "notes": [told]}
+    target = scratch / f"{checkpoint.name}.{world_size}-ranks.{secrets.token_hex(4)}"
+    done = reshard(checkpoint, target, world_size)
+    return {"path": str(target), "made_of": str(checkpoint), "notes": done.notes}
 
 
 def _told(sets: Mapping[str, list[int]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardrun.checkpoint.manifest import read_manifest
+from tests.golden.runs import flip
 from tests.ranks.test_groups_train import _ADAMW, moe
 from tests.support.launching import ROOT
 from tests.support.training import train, trained
@@ -58,6 +59,20 @@ def test_buffers_go_with_their_experts(tmp_path: Path) -> None:
     recipe.write_text(_MOE + _READ)  # builds them otherwise: what is read there was saved
     elsewhere = {**moe(tmp_path, 2, 1, steps=2), "recipe": str(recipe)}
     assert trained(elsewhere, reshard=True, accept_changes=True).steps[-1]["step"] == 2
+
+
+def test_an_older_checkpoint_is_regrouped_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    """As by a resume on the same ranks: only if that was asked for."""
+    done = trained(moe(tmp_path, 1, 2, steps=3, checkpoint={"every": 1}), stop_at=2)
+    file = next(done.checkpoint(2).glob("zero2/experts-1/rank-00000-*"))
+    flip(file, 8 * file.stat().st_size - 3)
+    elsewhere = moe(tmp_path, 2, 1, steps=3)
+    refused = train(elsewhere, reshard=True)
+    assert set(refused.codes) == {3}
+    assert "its content was changed" in refused.errors[0]
+    taken = trained(elsewhere, reshard=True, allow_fallback=True)
+    assert [row["step"] for row in taken.steps] == [1, 2, 3]
+    assert any("step-0000000001 was regrouped" in note for note in taken.texts("note"))
 
 
 @pytest.mark.parametrize(
