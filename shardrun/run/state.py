@@ -198,9 +198,10 @@ def saved_order(comm: Communicator, source: Source) -> dict[str, Placement]:
 
 
 def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progress, Lineage]:
-    """Take up the newest checkpoint of `source`; a new Progress if there is none. Collective.
+    """Take up the newest checkpoint of `source`; a new Progress if there is none and none was named. Collective.
 
-    UsageError on all ranks if that one was trained with another config or recipe, unless the job accepts changes.
+    On all ranks: CheckpointError if one that was named is gone; UsageError if it was trained with another config or
+    recipe, unless the job accepts changes.
     """
     options = job["options"]
     accepts = bool(options.get("accept_changes"))
@@ -211,8 +212,8 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
         if accepts:
             del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
         names = named_tensors(built.model).keys() if built.in_parts else None
-        fallback = bool(options.get("allow_fallback"))
-        loaded = load(source.path, built.comm, expected, allow_fallback=fallback, names=names)
+        how = {"allow_fallback": bool(options.get("allow_fallback")), "required": bool(options.get("resume_from"))}
+        loaded = load(source.path, built.comm, expected, names=names, **how)
     if loaded is None:
         run = built.comm.agree("run id", new_run_id())[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))

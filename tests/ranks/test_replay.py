@@ -261,6 +261,19 @@ def test_a_checkpoint_that_vanishes_during_the_replay_is_no_difference(interrupt
         Replay(choose(run_dir), tmp_path / "scratch", Silent(), start=start).run()
 
 
+def test_a_start_that_vanishes_before_the_replay_is_no_new_beginning(interrupted: Trained, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(interrupted.run_dir, tmp_path / "run"))
+
+    def start(job: Job, screen: Screen) -> Outcome:
+        shutil.rmtree(run_dir / "checkpoints" / "step-0000000006")
+        return forked(job, screen)
+
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(LegFailed, match="replay failed") as failed:
+        Replay(choose(run_dir), tmp_path / "scratch", Silent(), start=start).run()
+    assert failed.value.exit_code == CheckpointError.exit_code
+
+
 # ---- which two -------------------------------------------------------------------------------------------------------
 
 
