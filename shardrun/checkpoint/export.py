@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shardrun.checkpoint.assemble import open_header
 from shardrun.checkpoint.byte_copies import Copier
@@ -21,7 +21,7 @@ from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.store import MODEL_FILE, tree_problems
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import write_file
-from shardrun.records.header import Entry, TensorBytes, read_header_of, read_tensor, write_safetensors
+from shardrun.records.header import TensorBytes, stored_tensors, write_safetensors
 
 INDEX_FILE = f"{MODEL_FILE}.index.json"
 HF_CONFIG = "hf_config"
@@ -123,13 +123,9 @@ def _write_all_names(copier: Copier, entries: Sequence[Mapping[str, Any]], alias
         tensors: dict[str, TensorBytes] = {}
         for path in (entry["path"] for entry in entries):
             file = opened.enter_context(open_inside(copier.checkpoint, path))
-            tensors |= {name: _stored(file, one) for name, one in read_header_of(file, path)[0].tensors.items()}
+            tensors |= stored_tensors(file, str(copier.checkpoint / path))
         tensors |= {alias: tensors[name] for alias, name in aliases.items()}
         write_safetensors(copier.staging / MODEL_FILE, tensors, {"format": "pt"})
-
-
-def _stored(file: BinaryIO, entry: Entry) -> TensorBytes:
-    return TensorBytes(entry.dtype, entry.shape, lambda: read_tensor(file, entry))
 
 
 def _opened(folder: Path, config: Mapping[str, Any]) -> list[str]:

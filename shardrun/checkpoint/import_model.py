@@ -16,7 +16,7 @@ from shardrun.checkpoint.manifest import MANIFEST, is_plain_name
 from shardrun.checkpoint.store import MODEL_FILE, require_outside
 from shardrun.errors import CheckpointError, UsageError
 from shardrun.records.durable import remove_file, rename_new, sync_folder
-from shardrun.records.header import Entry, TensorBytes, read_header_of, read_tensor, regular_file, write_safetensors
+from shardrun.records.header import TensorBytes, regular_file, stored_tensors, write_safetensors
 
 _MOST_BYTES = 64 << 20
 
@@ -46,16 +46,12 @@ def import_model(source: Path, target: Path) -> Imported:
         tensors: dict[str, TensorBytes] = {}
         for path in _files(source):
             file = opened.enter_context(_open(path))
-            for name, entry in read_header_of(file, str(path))[0].tensors.items():
-                if name in tensors:
-                    raise CheckpointError(f"{path}: holds {name}, which another file of {source} holds too")
-                tensors[name] = _stored(file, entry, str(path))
+            held = stored_tensors(file, str(path))
+            if twice := sorted(held.keys() & tensors.keys()):
+                raise CheckpointError(f"{path}: holds {twice[0]}, which another file of {source} holds too")
+            tensors |= held
         _check_index(source, tensors)
         return Imported(target, len(tensors), _write(target, tensors))
-
-
-def _stored(file: BinaryIO, entry: Entry, where: str) -> TensorBytes:
-    return TensorBytes(entry.dtype, entry.shape, lambda: read_tensor(file, entry, where))
 
 
 def _write(target: Path, tensors: Mapping[str, TensorBytes]) -> int:

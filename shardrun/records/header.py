@@ -209,3 +209,12 @@ def read_tensor(file: BinaryIO, entry: Entry, where: str = "file") -> bytearray:
     """The bytes of one tensor of an open file."""
     file.seek(entry.start)
     return read_exactly(file, entry.nbytes, where)
+
+
+def stored_tensors(file: BinaryIO, where: str) -> dict[str, TensorBytes]:
+    """The tensors of an open file that stands at its beginning, to be written into another one while it is open."""
+
+    def stored(entry: Entry) -> TensorBytes:
+        return TensorBytes(entry.dtype, entry.shape, lambda: read_tensor(file, entry, where))
+
+    return {name: stored(entry) for name, entry in read_header_of(file, where)[0].tensors.items()}

@@ -96,7 +96,7 @@ def _require_one_history(first: Saved, last: Saved) -> None:
     names = f"{first.path.name} and {last.path.name}"
     one, other = first.manifest, last.manifest
     if first.step >= last.step or one["sequence"] >= other["sequence"]:
-        raise UsageError(f"{names}: the first was not saved before the second, at a lower step; exchange them")
+        raise UsageError(f"{names}: the first was not saved before the second, at a lower step; name two that were")
     if one["run"] != other["run"]:
         raise UsageError(f"{names} are of two runs: {one['run']} and {other['run']}")
     sizes = [manifest["topology"]["world_size"] for manifest in (one, other)]
