@@ -86,12 +86,14 @@ def _taken_up(checkpoint: Path, scratch: Path, config: Config, *, check: bool) -
     manifest = read_manifest(checkpoint)[0]
     before, saved = manifest["topology"]["world_size"], manifest["topology"].get("members", {})
     other_axes = manifest.get("config", {}).get("topology", {}).get("axes", {}) != axes
-    if before == world_size and saved == sets and not other_axes:
-        return {"path": str(checkpoint), "made_of": None, "notes": []}
+    as_it_is = before == world_size and saved == sets and not other_axes
     spread = any(len(ranks) < before for ranks in saved.values()) or any(len(r) < world_size for r in sets.values())
-    if spread or other_axes:  # along other axes frozen parts of the model may move, too
-        if check:
-            check_files(checkpoint, manifest)
+    by_parts = spread or other_axes  # along other axes frozen parts of the model may move, too
+    if check and (as_it_is or by_parts):  # a reshard reads everything itself
+        check_files(checkpoint, manifest)
+    if as_it_is:
+        return {"path": str(checkpoint), "made_of": None, "notes": []}
+    if by_parts:
         told = f"{checkpoint.name} was regrouped from {_told(saved)} to {_told(sets)}; {CLAIM}"
         return {"path": str(checkpoint), "made_of": None, "regroup": True, "notes": [told]}
     target = scratch / f"{checkpoint.name}.{world_size}-ranks.{secrets.token_hex(4)}"

@@ -155,3 +155,13 @@ def test_a_checkpoint_with_a_wrong_size_is_told_as_in_any_resume(tmp_path: Path)
     assert "is damaged" in refused.errors[0]
     done = trained(config(tmp_path / "run", 3), reshard=True, allow_fallback=True)
     assert [event["path"] for event in done.events if event["event"] == "resumed"] == [str(run.checkpoint(1))]
+
+
+def test_where_nothing_has_to_be_resharded_a_damaged_one_is_gone_back_from_all_the_same(tmp_path: Path) -> None:
+    """--reshard stands in the command that a restart or a user gives again."""
+    run = trained(config(tmp_path / "run", 2), stop_at=2)
+    model = run.checkpoint(2) / "model.safetensors"
+    flip(model, 8 * model.stat().st_size - 5)
+    done = trained(config(tmp_path / "run", 2), reshard=True, allow_fallback=True)
+    assert [event["path"] for event in done.events if event["event"] == "resumed"] == [str(run.checkpoint(1))]
+    assert sum("its content was changed" in text for text in done.texts("note")) == 1
