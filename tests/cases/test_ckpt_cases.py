@@ -334,7 +334,7 @@ while not (Path(sys.argv[1]) / "stop").exists():
     try:
         assert all(row["good"] for row in inspect(Path(sys.argv[1]), verify=True)["checkpoints"])
     except CheckpointError as error:
-        assert "nothing to resume from" in str(error), error  # before the first save
+        assert "holds no checkpoint" in str(error), error  # before the first save
     for found in scan(Path(sys.argv[1])):
         try:
             inspect(found.path, verify=True)
