@@ -9,8 +9,7 @@ DEMO := runs/demo
 # One thread per process: two ranks on two cores, and sums that do not depend on the machine.
 export OMP_NUM_THREADS := 1
 
-.NOTPARALLEL:
-.PHONY: help setup demo test lint unit ranks faults long chaos cli hosts cases one coverage clean
+.PHONY: help setup demo test lint unit ranks faults long chaos cli hosts cases one coverage clean inner outer fuzz
 help:
 	@echo "make demo      train on two ranks, stop, resume, inspect, prove the resume"
 	@echo "make test      lint, all tests, coverage of the step, records, checkpoint and config rooms"
@@ -45,8 +44,17 @@ demo: setup
 test: setup
 	@rm -f .coverage .coverage.*
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory unit ranks COV="--cov --cov-append --cov-report="
-	@$(MAKE) --no-print-directory coverage faults cli hosts cases
+	@echo "tests, side by side in two halves; what each of them says comes at its end"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=recurse inner outer
+	@$(MAKE) --no-print-directory coverage
+
+# Most tests of ranks and programs wait, for each other or for a timeout: halves of about equal length.
+inner: setup
+	@$(MAKE) --no-print-directory --jobs=1 unit ranks COV="--cov --cov-append --cov-report="
+	@$(MAKE) --no-print-directory --jobs=1 cases
+
+outer: setup
+	@$(MAKE) --no-print-directory --jobs=1 faults cli hosts
 
 lint: setup
 	$(PY) -m ruff check .
