@@ -45,6 +45,7 @@ class Group(Section):
     reduce: Literal["mean", "sum"] = "mean"
     """mean: divided by the weight of the whole world; sum: not divided, for losses that carry their denominator."""
     optimizer: Optimizer
+    """Its optimizer, with options of its own for some of its parameters."""
     schedule: Schedule | None = None
     """Its own learning rate over the updates; null: that of the run."""
 

@@ -99,8 +99,8 @@ def test_every_key_of_the_shipped_configs_has_a_comment(path: Path) -> None:
     assert bare == []
 
 
-def test_there_are_four_shipped_configs() -> None:
-    assert [path.stem for path in CONFIGS] == ["muon", "quickstart", "single", "subset"]
+def test_there_are_five_shipped_configs() -> None:
+    assert [path.stem for path in CONFIGS] == ["moe", "muon", "quickstart", "single", "subset"]
 
 
 def test_validate_json_gives_the_config() -> None:
@@ -137,7 +137,7 @@ def test_schema_describes_every_key() -> None:
     result = CliRunner().invoke(app, ["schema"])
     schema = json.loads(result.stdout)
     assert set(schema["properties"]) == set(Config.model_fields)
-    assert schema["required"] == ["recipe", "optimizer", "train"]
+    assert schema["required"] == ["recipe", "train"]
     undescribed = [
         f"{name}.{key}"
         for name, section in schema["$defs"].items()
