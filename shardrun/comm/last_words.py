@@ -121,8 +121,11 @@ class LastWords:
         """What it means that the store cannot be asked; None as long as it answers."""
         if not self._lost:
             return None
-        if self._keeper is None or self.rank == 0:
-            return Findings(f"the store of the rendezvous {self._lost}")
+        told = f"the store of the rendezvous {self._lost}"
+        if self._keeper is None:  # a rank that is cut off from it has heard nobody, and nobody speaks for it
+            return Findings(told, tuple(rank for rank in self._others() if rank not in self._readers))
+        if self.rank == 0:
+            return Findings(told)
         return Findings(f"rank 0, which keeps the store of the rendezvous, {self._lost}", (0,))
 
     def _others(self) -> Iterator[int]:
