@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import VOCABULARY, Attention, Mlp, build_data, bytes_per_token  # type: ignore[import-not-found]
+from gpt import GPT, Attention, Mlp, build_data, bytes_per_token  # type: ignore[import-not-found]
 from gpt import Args as DenseArgs
 from pydantic import Field
 from torch import Tensor, nn
@@ -131,26 +131,13 @@ class Block(nn.Module):
         return result
 
 
-class MoeGPT(nn.Module):
-    """Tokens (batch, length) int64 -> logits (batch, length, 256)."""
+class MoeGPT(GPT):  # type: ignore[misc]
+    """gpt.py's model with other blocks: tokens (batch, length) int64 -> logits (batch, length, 256)."""
 
     def __init__(self, args: Args, group: Any = None, ranks: int = 1, part: int = 0) -> None:
-        super().__init__()
+        super().__init__(args)
         self.balance = args.balance
-        self.embed = nn.Embedding(VOCABULARY, args.width)
-        self.drop = nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(args, group, ranks, part) for _ in range(args.layers))
-        self.norm = nn.RMSNorm(args.width, eps=1e-6)
-        self.head = nn.Linear(args.width, VOCABULARY, bias=False)
-        if args.tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.drop(self.embed(tokens))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
 
 
 def build_model(args: Args, world: Any) -> MoeGPT:

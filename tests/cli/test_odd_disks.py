@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "disk"
     place.mkdir()
     if shutil.which("unshare") is None or _mounted("size=1m", place, "true").returncode:
-        pytest.skip("no namespace to mount in")
+        pytest.skip("a disk of a few MB is mounted in a user namespace, and this machine allows none")
     return place
 
 

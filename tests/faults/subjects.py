@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ _WINDOWS = 4  # so many different windows of gradients, over and over; each also
 _LR = 0.01
 
 
-class Subject:
+class Subject(ABC):
     """One strategy on one rank. `model` has six parameters, one of them bf16."""
 
     session: Any
@@ -63,12 +64,12 @@ class Subject:
         """What is left to do when an interrupt came out of a step that was committed; local."""
         self.steps += 1
 
-    def _step(self, asked: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _step(self, asked: Mapping[str, Any]) -> None: ...
 
+    @abstractmethod
     def state(self) -> Mapping[str, Tensor]:
         """Optimizer state and masters on this rank."""
-        raise NotImplementedError
 
     def look(self) -> Photograph:
         """Copies of all that a step may change on this rank; local."""

@@ -32,7 +32,7 @@ class _Own(torch.optim.Optimizer):
                     self.update(leaf, leaf.grad, self.state[leaf], group)
 
     def update(self, leaf: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        leaf.add_(grad, alpha=-group["lr"])
 
 
 class _Honest(_Own):
