@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SCHEMA_VERSION = 1
+_BEGAN = time.monotonic()  # among the first modules that a command loads
 _LONGEST_MESSAGE = 20  # lines
 _LONGEST_LINE = 1000  # characters
 _ENDLESS = 100_000  # columns
@@ -313,6 +314,7 @@ class TrainScreen:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._first_step: tuple[int, float] | None = None
+        self._steps_before = 0
 
     def __enter__(self) -> TrainScreen:
         for stream in (sys.stdout, sys.stderr):
@@ -343,8 +345,10 @@ class TrainScreen:
         What happens to all ranks is told by the first; of the others only warnings are shown.
         """
         event = {"rank": rank, **event}
-        if event["event"] == "step":
-            event = {"eta_s": self._eta_s(event), **event}
+        if event["event"] == "start":
+            self._steps_before = event["first_step"]
+        elif event["event"] == "step":
+            event = {"since_start_s": self._since_start_s(event), "eta_s": self._eta_s(event), **event}
         lines = event_lines(event)
         if rank != 0 and event["event"] != "warning":
             return lines
@@ -369,6 +373,11 @@ class TrainScreen:
             _write(text, sys.stdout, room=room)
         else:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _since_start_s(self, event: Mapping[str, Any]) -> float | None:
+        """Seconds from the start of the command to the end of the very first step that it made."""
+        is_first = self._first_step is None and event["step"] == self._steps_before + 1
+        return time.monotonic() - _BEGAN if is_first else None
 
     def _eta_s(self, event: Mapping[str, Any]) -> float | None:
         """Seconds to the end at the pace since the first step seen, saves and validations counted in."""
@@ -464,6 +473,7 @@ def _figures(event: Mapping[str, Any]) -> str:
         "grad_norm": ("norm {}", lambda v: f"{v:.4g}"),
         "tokens_per_s": ("{} tok/s", lambda v: f"{v:,.0f}"),
         "memory_mb": ("{} MB", lambda v: f"{v:.0f}"),
+        "since_start_s": ("{} s after the start", lambda v: f"{v:.1f}"),
         "eta_s": ("eta {}", _clock),
     }
     parts = [frame.format(show(event[key])) for key, (frame, show) in shown.items() if event.get(key) is not None]

@@ -31,6 +31,7 @@ from shardrun.run.outcome import Outcome, RankEnd, cut_short, judge, tells
 from shardrun.run.slurm import rank_of_srun
 from shardrun.run.streams import RankLog
 from shardrun.run.tether import Tether
+from shardrun.run.worker_main import work
 from shardrun.run.worker_process import Job
 
 RESOLVED = "config.resolved.yaml"
@@ -307,9 +308,7 @@ def _run_as_rank(
     tether.before_interrupt = lambda: write_exit(run_dir, cut_short())
     for note in notes if tether.rank == 0 else []:
         tether.send("note", text=note)
-    from shardrun.run.worker import run_worker
-
-    code = tether.run(lambda ties: run_worker(document, ties))
+    code = tether.run(lambda ties: work(document, ties))
     screen.close()
     end = RankEnd(tether.rank, code, tether.status.status, tether.failure, ended_by_us=False, time=time.time())
     if end.failure is not None:

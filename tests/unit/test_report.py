@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,21 @@ def test_a_screen_returns_the_lines_that_it_shows(capsys: pytest.CaptureFixture[
     assert lines[1].endswith("eta 0:00")
 
 
+def test_the_first_step_that_a_command_makes_says_how_long_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = {"event": "start", "world_size": 2, "device": "cpu", "backend": "gloo", "total_steps": 10}
+    monkeypatch.setattr(report, "_BEGAN", time.monotonic() - 2.0)
+    resumed, restarted = {**start, "first_step": 2}, {**start, "first_step": 4}
+    with report.TrainScreen() as screen:
+        screen.event(0, resumed)
+        lines = screen.event(0, STEP) + screen.event(0, {**STEP, "step": 4})
+        screen.event(0, restarted)
+        lines += screen.event(0, {**STEP, "step": 5})
+    assert ["2.0 s after the start" in line for line in lines] == [True, False, False]
+    with report.TrainScreen() as screen:
+        screen.event(0, {**start, "first_step": 0})
+        assert "after the start" not in screen.event(0, STEP)[0], "steps before it were not shown"
+
+
 def test_step_lines_can_be_left_out_and_stay_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     with report.TrainScreen(steps=False) as screen:
         assert len(screen.event(0, STEP)) == 1
@@ -103,7 +119,7 @@ def test_a_json_screen_shows_json_alone(capsys: pytest.CaptureFixture[str]) -> N
         screen.event(0, STEP)
         screen.output(1, "text")
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first == {"schema_version": 1, "rank": 0, "eta_s": None, **STEP}
+    assert first == {"schema_version": 1, "rank": 0, "since_start_s": None, "eta_s": None, **STEP}
     assert second == {"schema_version": 1, "event": "output", "rank": 1, "text": "text"}
 
 
