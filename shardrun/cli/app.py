@@ -240,6 +240,34 @@ def plan_command(
     _end(lambda: command.run(config, overrides or [], world, json), json)
 
 
+@app.command("bench")
+def bench_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER,...",
+            help="ddp, zero1, fsdp2, deepspeed; of one rank plain. Without it all.",
+            show_default=False,
+        ),
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="Number of ranks, each with as much work.", show_default=False)
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each of them runs, in turn.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each round.")] = 10,
+    json: Json = False,
+) -> None:
+    """Measure the config under shardrun and under its peers, side by side; exit 4 if one computes something else.
+
+    Nothing is saved. A recipe is Python code and is run: use only your own or files that you trust.
+    """
+    from shardrun.cli import bench as command
+
+    _end(lambda: command.run(config, overrides or [], command.Ask(against, world, rounds, steps, json)), json)
+
+
 @app.command()
 def validate(config: ConfigFile, overrides: Overrides = None, json: Json = False) -> None:
     """Check a config and show it with every default filled in; all problems at once if there are any."""

@@ -99,8 +99,10 @@ def test_every_key_of_the_shipped_configs_has_a_comment(path: Path) -> None:
     assert bare == []
 
 
-def test_there_are_five_shipped_configs() -> None:
-    assert [path.stem for path in CONFIGS] == ["moe", "muon", "quickstart", "single", "subset"]
+def test_the_shipped_configs_are_those_that_readme_names() -> None:
+    assert [path.stem for path in CONFIGS] == [
+        "bench-10m", "bench-83m", "moe", "muon", "quickstart", "single", "subset",
+    ]  # fmt: skip
 
 
 def test_validate_json_gives_the_config() -> None:

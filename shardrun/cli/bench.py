@@ -1,0 +1,89 @@
+"""`shardrun bench`: the same work under shardrun and under each peer, side by side on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrun import report
+from shardrun.bench.contenders import COMPUTE, SHARDRUN, at_world_size, chosen, refuse_incomparable
+from shardrun.bench.rounds import Asked, reference_of, run_rounds
+from shardrun.bench.standing import DISTANCE_TOLERANCE, LOSS_TOLERANCE, rows
+from shardrun.cli.bench_view import bench_view
+from shardrun.config.load import load
+from shardrun.config.schema import Config
+from shardrun.errors import LaunchError, UsageError, VerificationError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line asked for."""
+
+    against: str | None = None
+    world: int | None = None
+    rounds: int = 3
+    steps: int = 10
+    json: bool = False
+
+
+def run(config: Path, overrides: list[str], ask: Ask) -> int:
+    """Measure the config under all contenders and show what came out; 0, or 4 if one has computed something else.
+
+    Raises before anything is started: ConfigError, UsageError. Later ContenderFailed, or Interrupted.
+    """
+    settings = at_world_size(load(config, overrides), ask.world)
+    peers = chosen(ask.against, settings.topology.world_size)
+    refuse_incomparable(settings, peers)
+    asked = Asked(ask.rounds, ask.steps)
+    _require_length(settings, asked)
+    with _scratch() as scratch:
+        document = _compare(settings, (COMPUTE, SHARDRUN, *peers), asked, scratch)
+    if ask.json:
+        report.json_document({"config": str(config), **document})
+    else:
+        report.show(bench_view(document))
+    void = any(one["status"] == "void" for one in document["contenders"])
+    return VerificationError.exit_code if void else 0
+
+
+def _compare(settings: Config, names: tuple[str, ...], asked: Asked, scratch: Path) -> dict[str, Any]:
+    found = run_rounds(settings, names, asked, scratch, report.error)
+    return {
+        "world_size": settings.topology.world_size,
+        "threads_per_rank": settings.topology.threads_per_rank,
+        "device": found[COMPUTE][0].ranks[0]["device"],
+        "rounds": asked.rounds,
+        "steps": asked.steps,
+        "warmup_steps": asked.warmup,
+        "weight_per_step": found[COMPUTE][0].weights[0],
+        "reference": reference_of(names),
+        "tolerance": {"loss": LOSS_TOLERANCE, "distance": DISTANCE_TOLERANCE},
+        "contenders": [row.to_json() for row in rows(names, found)],
+    }
+
+
+def _require_length(settings: Config, asked: Asked) -> None:
+    """A run that ends before the last step is measured would be measured short."""
+    if (steps := settings.train.steps) is not None and steps < asked.windows:
+        raise UsageError(
+            f"train.steps is {steps}, and {asked.warmup} steps to warm up and {asked.steps} to measure are asked for; "
+            "give fewer --steps, or a longer run"
+        )
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardrun-bench-"))
+    except OSError as error:
+        raise LaunchError(f"no scratch folder: {error.strerror}; point TMPDIR to a folder with room") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

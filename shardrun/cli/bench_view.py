@@ -1,0 +1,63 @@
+"""What `bench` shows on a screen: a row for each contender, how each was set up, and what does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardrun.cli.inspect_view import plain_table, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_HEADS = [
+    "", ">step s", ">min", ">max", ">x compute", ">beyond s", ">tokens/s",
+    ">peak memory", ">gradients", ">state", ">first step s", "result",
+]  # fmt: skip
+
+
+def bench_view(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The document of a comparison."""
+    count, threads = document["world_size"], document["threads_per_rank"]
+    yield (
+        f"{count} rank{'s' * (count != 1)} on {document['device']}, {threads} thread{'s' * (threads != 1)} each, "
+        f"{document['weight_per_step']:,} tokens per step; {document['steps']} steps in each of {document['rounds']} "
+        f"rounds after {document['warmup_steps']} to warm up"
+    )
+    contenders: Sequence[Mapping[str, Any]] = document["contenders"]
+    yield plain_table(_HEADS, [_row(one) for one in contenders])
+    yield "\n".join(_meaning(document))
+    yield "\n".join(
+        f"{one['name']}: {one['what']}" + (f"\n  {one['configuration']}" if one["configuration"] else "")
+        for one in contenders
+    )
+    if void := [f"{one['name']} is void: {one['why']}" for one in contenders if one["status"] == "void"]:
+        yield "\n".join(void)
+
+
+def _row(one: Mapping[str, Any]) -> list[str]:
+    if one["step_s"] is None:
+        return [one["name"], *["-"] * (len(_HEADS) - 2), one["why"]]
+    seconds = one["step_s"]
+    return [
+        one["name"],
+        *(f"{seconds[key]:.4g}" for key in ("median", "min", "max")),
+        f"{one['ratio']:.3f}",
+        f"{one['beyond_compute_s']:.3g}",
+        f"{one['tokens_per_s']:,.0f}",
+        *(size(one[key]) for key in ("peak_bytes", "gradient_bytes", "state_bytes")),
+        f"{one['first_window_s']:.2f}",
+        one["status"],
+    ]
+
+
+def _meaning(document: Mapping[str, Any]) -> Iterator[str]:
+    yield "step: of the slowest rank, from fetching its data to the end of its update; median, min, max of all rounds"
+    yield "x compute, beyond: against the median of compute in the same round; the median over the rounds"
+    yield "memory, gradients, state: bytes of the worst rank; first step: from the start of its process"
+    if (reference := document["reference"]) is not None:
+        tolerance = document["tolerance"]
+        yield (
+            f"valid: losses within {tolerance['loss']:g} of those of {reference}, and trained parameters within "
+            f"{tolerance['distance']:g} of the way that {reference} went from the start"
+        )
