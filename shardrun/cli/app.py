@@ -229,15 +229,29 @@ def plan_command(
     world: Annotated[
         int | None, typer.Option("--world", min=1, help="Number of ranks; else that of the config.", show_default=False)
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What `bench --collectives --save` wrote: predict the time of a step.",
+            show_default=False,
+        ),
+    ] = None,
+    compute_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds of forward and backward of a micro-batch on free cores.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what a run would hold, send and save on each rank, without starting it or taking memory for the model.
+
+    With --links also how long a step would take on one host, part by part.
 
     A recipe is Python code and is run: its build_model, on torch's meta device.
     """
     from shardrun.cli import plan as command
 
-    _end(lambda: command.run(config, overrides or [], world, json), json)
+    _end(lambda: command.run(config, overrides or [], command.Ask(world, links, compute_s, json)), json)
 
 
 @app.command("bench")

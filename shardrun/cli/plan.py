@@ -1,26 +1,46 @@
-"""`shardrun plan`: what a run would hold, send and save on any number of ranks, without starting it."""
+"""`shardrun plan`: what a run would hold, send and save on any number of ranks, and how long a step would take."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardrun import report
 from shardrun.cli.plan_view import plan_view
+from shardrun.comm.cost_model import read_links
 from shardrun.config.load import load
+from shardrun.errors import UsageError
 
 
-def run(config: Path, overrides: list[str], world_size: int | None, json: bool) -> int:
-    """Show the plan of the config, for `world_size` ranks if that is given; 0. Raises what forbids such a run."""
-    words = overrides if world_size is None else [*overrides, f"topology.world_size={world_size}"]
+@dataclass(frozen=True)
+class Ask:
+    """What the command line asked for."""
+
+    world: int | None = None
+    links: Path | None = None
+    compute_s: float | None = None
+    json: bool = False
+
+
+def run(config: Path, overrides: list[str], ask: Ask) -> int:
+    """Show the plan of the config; 0. Raises what forbids such a run, and UsageError for links that cannot be read."""
+    if ask.compute_s is not None and ask.links is None:
+        raise UsageError("--compute-s is a part of a step whose other parts come from --links FILE; give both")
+    words = overrides if ask.world is None else [*overrides, f"topology.world_size={ask.world}"]
     settings = load(config, words)
+    links = None if ask.links is None else read_links(ask.links)
     from shardrun.run.plan import plan
+    from shardrun.run.step_time import predict
 
     with contextlib.redirect_stdout(sys.stderr):  # what the recipe prints is not part of the document
-        planned = plan(settings).to_json()
-    if json:
-        report.json_document({"config": str(config), **planned})
+        planned = plan(settings)
+    document = planned.to_json()
+    if links is not None:
+        document["step_time"] = predict(planned, links, ask.compute_s).to_json()
+    if ask.json:
+        report.json_document({"config": str(config), **document})
     else:
-        report.show(plan_view(planned))
+        report.show(plan_view(document))
     return 0

@@ -1,4 +1,4 @@
-"""What `plan` shows on a screen: groups, bytes per rank, bytes on the wire, files of a checkpoint."""
+"""What `plan` shows on a screen: groups, bytes per rank, bytes on the wire, time of a step, files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def plan_view(planned: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _groups(planned["groups"])
     yield from _ranks(planned["ranks"])
     yield from _wire(planned)
+    if "step_time" in planned:
+        yield from _step_time(planned["step_time"])
     yield _files(planned)
     yield "\n".join(_whole(planned["ranks"]))
     for note in planned["notes"]:
@@ -80,6 +82,15 @@ def _wire(planned: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield f"... and {sum(len(numbers) for numbers, _ in left):,} more ranks; --json has all"
     rounds, each = planned["rounds_per_step"], planned["bytes_per_round"]
     yield f"and {rounds} rounds of {each} bytes for agreement, norm, vote and log"
+
+
+def _step_time(found: Mapping[str, Any]) -> Iterator[RenderableType]:
+    rows = [[term["name"], f"{1000 * term['seconds']:,.2f}", term["of"]] for term in found["terms"]]
+    known = any(term["name"] == "compute" for term in found["terms"])
+    rows.append(["step" if known else "beside compute", f"{1000 * found['seconds']:,.2f}", "one after the other"])
+    yield plain_table(["predicted, all ranks on one host", ">ms", "of"], rows)
+    for note in found["notes"]:
+        yield f"note: {note}"
 
 
 def _files(planned: Mapping[str, Any]) -> RenderableType:

@@ -1,0 +1,155 @@
+"""The time of a step before it is taken: from what a plan says is moved, and what a host was measured to move.
+
+[Note: the terms] A step is the compute of a rank's micro-batches, then reduce, optimizer, gather and agreements, one
+after the other: nothing overlaps, as on one host the wire is paid by the cores that compute. Left out are what the
+recipe sends and loads, validation, saves, and the time for which ranks wait for the slowest one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardrun.comm.cost_model import AGREEMENT, COPY, Links, gather_by, reduce_by
+from shardrun.data.order import rank_share
+from shardrun.errors import UsageError
+from shardrun.optim.table import Elementwise
+from shardrun.run.plan import Planned, PlannedGroup
+from shardrun.shard.flat_buffer import DTYPES
+from shardrun.step.footprint import RankBytes
+
+_WAYS = ("shared", "exchange", "native")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the step."""
+
+    name: str
+    seconds: float
+    of: str
+    """What it is made of, in words."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted step of the rank that has most to do."""
+
+    terms: tuple[Term, ...]
+    way: str
+    """How slices travel."""
+    notes: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all terms."""
+        return sum(term.seconds for term in self.terms)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {**asdict(self), "seconds": self.seconds}
+
+
+def predict(planned: Planned, links: Links, micro_batch_s: float | None) -> StepTime:
+    """The step of a planned run, all ranks on one host such as `links` were measured on.
+
+    `micro_batch_s`: seconds of forward and backward of one micro-batch on a rank that has its cores to itself; None:
+    what comes beside compute. UsageError where the links lack what the step is made of.
+    """
+    way = _way(planned, links)
+    slowest = max(
+        (list(_terms_of(planned, links, way, held)) for _, _, held in planned.ranks()),
+        key=lambda terms: sum(term.seconds for term in terms),
+    )
+    terms = [] if micro_batch_s is None else [_compute(planned, links, micro_batch_s)]
+    return StepTime((*terms, *slowest), way, tuple(_notes(planned, links, micro_batch_s)))
+
+
+def _way(planned: Planned, links: Links) -> str:
+    """How slices would travel on this backend: the first of its ways that was measured."""
+    needed = [COPY] if planned.world_size == 1 else [COPY, AGREEMENT]
+    if lacking := [name for name in needed if name not in links.lines]:
+        raise UsageError(f"links: no line of {' and '.join(lacking)} was measured; measure again")
+    if planned.world_size == 1:
+        return "none"
+    wanted = ("native",) if links.backend == "nccl" else _WAYS
+    way = next((one for one in wanted if one in links.ways), None)
+    if way is None:
+        raise UsageError(
+            f"links: found ways {', '.join(links.ways)}, expected one of {', '.join(wanted)}; measure again"
+        )
+    return way
+
+
+def _compute(planned: Planned, links: Links, micro_batch_s: float) -> Term:
+    train, ranks = planned.config.train, planned.world_size
+    count = max(len(rank_share(-(-train.global_batch_size // train.micro_batch_size), r, ranks)) for r in range(ranks))
+    crowd = links.crowd(ranks)
+    shared = f" x {crowd:g} ({ranks} ranks on {links.cores} cores)" if crowd > 1 else ""
+    words = f"{count} micro-batch{'es' * (count != 1)} x {1000 * micro_batch_s:,.4g} ms{shared}"
+    return Term("compute", count * micro_batch_s * crowd, words)
+
+
+def _terms_of(planned: Planned, links: Links, way: str, held: Mapping[str, RankBytes]) -> Iterator[Term]:
+    """Of one rank, without compute."""
+    ranks, sums = planned.world_size, {"reduce": 0.0, "gather": 0.0, "optimizer": 0.0}
+    calls = sent_r = sent_g = moved = 0
+    groups = {group.name: group for group in planned.groups}
+    for name, one in held.items():
+        group = groups[name]
+        size = len(group.ranks)
+        moved += memory_traffic(group, one)
+        if size > 1:
+            buckets = sum(len(space.buckets) for space in group.footprint.layout.spaces)
+            calls, sent_r, sent_g = calls + buckets, sent_r + one.reduce_sent, sent_g + one.gather_sent
+            shared = {"calls": buckets, "sharing": ranks}
+            sums["reduce"] += links.seconds(reduce_by(way), one.reduce_sent, size, **shared)
+            sums["gather"] += links.seconds(gather_by(way), one.gather_sent, size, **shared)
+    buckets_told = f"{calls} bucket{'s' * (calls != 1)}"
+    if calls:
+        yield Term("reduce", sums["reduce"], f"{buckets_told}, {_mb(sent_r)} sent by each rank, by {way}")
+    copied = links.seconds(COPY, moved / 2, ranks)  # a copy reads and writes
+    yield Term("optimizer", copied, f"{_mb(moved)} read and written, at the speed of a copy")
+    if calls:
+        yield Term("gather", sums["gather"], f"{buckets_told}, {_mb(sent_g)} sent by each rank, by {way}")
+    if ranks > 1:
+        seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds)
+        yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks")
+
+
+def memory_traffic(group: PlannedGroup, held: RankBytes) -> int:
+    """Bytes that the step of a group reads and writes in the memory of one rank, beside what it sends.
+
+    On its slice: normalise (read, write) and norm (read) of the gradient; the proposal (gradient, parameters and state
+    read, new parameters written); the commit (all read, parameters and state written). Then staging to parameters. A
+    group of one rank has neither proposal nor staging. Scratch stays in the cache and is not counted.
+    """
+    share = held.in_step / max(1, sum(one.in_step for one in group.footprint.held))
+    weights = sum(spec.numel * DTYPES[spec.dtype].itemsize for spec in group.footprint.draft.specs.values())
+    gradient, own = 4 * group.elements * share, weights * share
+    committed = gradient + 2 * (own + held.state)
+    if len(group.ranks) == 1:
+        return int(3 * gradient + committed)
+    return int(3 * gradient + (gradient + held.state + 2 * own) + committed + 2 * weights)
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def _notes(planned: Planned, links: Links, micro_batch_s: float | None) -> Iterator[str]:
+    ranks, worlds = planned.world_size, links.worlds
+    if micro_batch_s is None:
+        yield "compute is not known and not in the sum: give --compute-s"
+    if ranks > 1 and not worlds[0] <= ranks <= worlds[-1]:
+        told = ", ".join(map(str, worlds))
+        yield f"links were measured on {told} ranks: {ranks} are beyond them, on one host that is like it"
+    if planned.config.topology.threads_per_rank != links.threads_per_rank:
+        yield (
+            f"links were measured with {links.threads_per_rank} threads per rank, the config has "
+            f"{planned.config.topology.threads_per_rank}"
+        )
+    shares = (share for group in planned.groups for share in group.footprint.draft.shares if share.paths)
+    if whole := sorted({share.kind.name for share in shares if not isinstance(share.kind, Elementwise)}):
+        yield f"the arithmetic of {', '.join(whole)} on whole matrices is not in it, only the memory that it touches"

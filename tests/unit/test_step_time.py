@@ -1,0 +1,144 @@
+"""The predicted time of a step: its terms from the bytes of a plan, ranks that share cores, and how `plan` shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shardrun.cli.app import app
+from shardrun.comm.cost_model import AGREEMENT, COPY, Line, Links, gather_by, reduce_by, save_links
+from shardrun.config.load import load
+from shardrun.errors import UsageError
+from shardrun.run.plan import plan
+from shardrun.run.step_time import StepTime, memory_traffic, predict
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICK = CONFIGS / "quickstart.yaml"
+
+
+def links(cores: int | None = 2, backend: str = "gloo", way: str = "exchange") -> Links:
+    """Powers of ten, so that every term can be told in the sum."""
+    lines = {
+        reduce_by(way): {2: Line(1e-2, 1e-9), 8: Line(1e-2, 1e-9)},
+        gather_by(way): {2: Line(2e-2, 2e-9), 8: Line(2e-2, 2e-9)},
+        COPY: {2: Line(0.0, 4e-9)},
+        AGREEMENT: {2: Line(1e-3, 0.0), 8: Line(3e-3, 0.0)},
+    }
+    return Links(backend, cores, 1, lines)
+
+
+def seconds(found: StepTime) -> dict[str, float]:
+    return {term.name: term.seconds for term in found.terms}
+
+
+@pytest.mark.parametrize(("world", "crowd", "agreement"), [(2, 1, 1e-3), (4, 2, 1e-3 + 2e-3 / 3), (8, 4, 3e-3)])
+def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None:
+    planned = plan(load(QUICK, [f"topology.world_size={world}"]))
+    _, _, held = next(planned.ranks())
+    one, (group,) = held["default"], planned.groups
+    found = predict(planned, links(), 0.1)
+    assert seconds(found) == pytest.approx(
+        {
+            "compute": crowd * 0.1 * 4 / min(world, 4),  # 4 micro-batches over the world; of 8 ranks half have none
+            "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_sent),  # 2 buckets: what decays, and the norms
+            "optimizer": crowd * 4e-9 * memory_traffic(group, one) / 2,
+            "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_sent),
+            "agreements": crowd * 4 * agreement,
+        }
+    )
+    assert found.seconds == pytest.approx(sum(seconds(found).values()))
+    assert (found.way, found.notes) == ("exchange", ())
+
+
+def test_without_compute_the_rest_is_told() -> None:
+    planned = plan(load(QUICK))
+    found, whole = (predict(planned, links(), compute) for compute in (None, 0.0))
+    assert "compute" not in seconds(found)
+    assert found.seconds == whole.seconds
+    assert found.notes == ("compute is not known and not in the sum: give --compute-s",)
+
+
+def test_one_rank_sends_nothing_and_stages_nothing() -> None:
+    planned = plan(load(QUICK, ["topology.world_size=1"]))
+    (group,) = planned.groups
+    found = predict(planned, links(), 0.1)
+    assert list(seconds(found)) == ["compute", "optimizer"]
+    # per element: 12 bytes of gradient, then 4 read of it, and 8 of the parameter and 16 of both moments
+    (held,) = group.footprint.held
+    assert memory_traffic(group, held) == pytest.approx(40 * group.elements, rel=0.01)
+
+
+def test_a_rank_reads_and_writes_its_slice_and_the_whole_parameters() -> None:
+    """Of 4 bytes per element: 3 + 4 + 8 on the slice with AdamW (see memory_traffic), 1 on new parameters, 2 on all."""
+    (group,) = plan(load(QUICK, ["topology.world_size=4"])).groups
+    for held in group.footprint.held:
+        assert memory_traffic(group, held) == pytest.approx(
+            4 * group.elements * (3 + 5 + 7) / 4 + 8 * group.elements, rel=0.01
+        )
+
+
+def test_subgroups_share_the_cores_with_the_whole_world() -> None:
+    planned = plan(load(CONFIGS / "moe.yaml"))
+    _, _, held = next(planned.ranks())
+    found = seconds(predict(planned, links(), None))
+    buckets = {g.name: sum(len(space.buckets) for space in g.footprint.layout.spaces) for g in planned.groups[:2]}
+    assert planned.world_size == 4
+    assert found["reduce"] == pytest.approx(
+        2 * sum(1e-2 * buckets[name] + 1e-9 * one.reduce_sent for name, one in held.items())
+    )
+    assert found["agreements"] == pytest.approx(2 * 7 * (1e-3 + 2e-3 / 3))
+
+
+def test_of_devices_each_rank_has_its_own() -> None:
+    planned = plan(load(QUICK, ["topology.world_size=8"]))
+    found = predict(planned, links(cores=None, backend="nccl", way="native"), 0.1)
+    assert (found.way, seconds(found)["compute"]) == ("native", 0.1)
+
+
+def test_what_was_not_measured_is_told() -> None:
+    planned = plan(load(QUICK, ["topology.world_size=16", "topology.threads_per_rank=2"]))
+    beyond, threads = predict(planned, links(), 0.1).notes
+    assert beyond == "links were measured on 2, 8 ranks: 16 are beyond them, on one host that is like it"
+    assert threads == "links were measured with 1 threads per rank, the config has 2"
+    (muon,) = predict(plan(load(CONFIGS / "muon.yaml")), links(), 0.1).notes
+    assert muon == "the arithmetic of muon on whole matrices is not in it, only the memory that it touches"
+    bare = Links("gloo", 2, 1, {COPY: {2: Line(0.0, 1e-9)}})
+    with pytest.raises(UsageError, match=r"no line of agreement was measured"):
+        predict(planned, bare, 0.1)
+    with pytest.raises(UsageError, match=r"found ways exchange, expected one of native"):
+        predict(planned, links(backend="nccl"), 0.1)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", str(QUICK), *words])
+
+
+def test_the_command_shows_every_term_and_the_sum(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    save_links(links(), path)
+    words = ["--world", "8", "--links", str(path), "--compute-s", "0.1"]
+    shown = run(*words)
+    assert shown.exit_code == 0, shown.output
+    lines = [" ".join(line.split()) for line in shown.output.splitlines()]
+    assert "compute 400.00 1 micro-batch x 100 ms x 4 (8 ranks on 2 cores)" in lines
+    assert "agreements 48.00 4 rounds over all ranks" in lines
+    found = json.loads(run(*words, "--json").stdout)["step_time"]
+    assert [term["name"] for term in found["terms"]] == ["compute", "reduce", "optimizer", "gather", "agreements"]
+    assert found["seconds"] == pytest.approx(sum(term["seconds"] for term in found["terms"]))
+    assert f"step {1000 * found['seconds']:.2f} one after the other" in lines
+    assert "step_time" not in json.loads(run("--json").stdout)
+
+
+def test_the_command_refuses_half_of_it(tmp_path: Path) -> None:
+    alone = run("--compute-s", "0.1")
+    assert alone.exit_code == 2
+    assert "give both" in alone.output
+    absent = run("--links", str(tmp_path / "absent.json"))
+    assert (absent.exit_code, "absent.json: No such file" in absent.output) == (5, True)
