@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole
+from shardrun.records.hashes import FileHash
 from shardrun.records.header import Entry, Header, read_exactly, read_header_of
 from shardrun.shard.contract import Contract
 
@@ -119,15 +119,15 @@ def chunks(root: Path, pieces: Iterable[Piece], nbytes: int) -> Iterator[bytearr
         yield run
 
 
-def hash_file(root: Path, relative: str, read: Callable[[int], None] = lambda nbytes: None) -> tuple[int, str]:
-    """Size and sha256 (hex) of a file; `read` hears of every byte. CheckpointError if it is no plain file."""
-    digest, size = hashlib.sha256(), 0
+def hash_file(root: Path, relative: str, *, like: str, read: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The hash of a file, by the algorithm of the hash `like`; `read` hears of every byte. CheckpointError if it is no
+    plain file."""
+    digest = FileHash.like(like)
     try:
         with open_inside(root, relative) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                size += len(chunk)
                 read(len(chunk))
     except OSError as error:
         raise CheckpointError(f"{root / relative}: cannot be read: {error.strerror}") from error
-    return size, digest.hexdigest()
+    return digest.text

@@ -17,6 +17,7 @@ from shardrun.checkpoint.manifest import MANIFEST
 from shardrun.checkpoint.safe_files import list_tree, open_inside
 from shardrun.checkpoint.store import tree_problems
 from shardrun.errors import CheckpointError
+from shardrun.records.hashes import changed
 from shardrun.records.header import MAX_HEADER, Entry, Header, read_exactly
 from shardrun.records.header_parser import DTYPE_NAMES, parse_table
 
@@ -139,12 +140,11 @@ def checked_files(path: Path, manifest: Mapping[str, Any], *, verify: bool, mete
 
 def _verified(path: Path, entry: Mapping[str, Any], meter: Meter) -> tuple[str, str]:
     try:
-        found = hash_file(path, entry["path"], meter.read)[1]
+        found = hash_file(path, entry["path"], like=entry["hash"], read=meter.read)
     except CheckpointError as error:
         return "bad", str(error)
-    if found != entry["sha256"]:
-        told = f"sha256 {entry['sha256']} expected, {found} found: its content was changed"
-        return "bad", f"{path / entry['path']}: {told}"
+    if found != entry["hash"]:
+        return "bad", f"{path / entry['path']}: {changed(entry['hash'], found)}"
     return "good", ""
 
 

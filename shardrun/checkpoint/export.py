@@ -6,7 +6,6 @@ Neither needs torch. Every file of the checkpoint that is read is held against i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -51,8 +50,8 @@ def sound_manifest(source: Path) -> dict[str, Any]:
 def exported_folder(source: Path, manifest: Mapping[str, Any], target: Path) -> Iterator[Copier]:
     """`new_folder` with room for all of the checkpoint, and what copies into it."""
     needed = sum(entry["bytes"] for entry in manifest["files"])
-    with understood(source), new_folder(target, needed) as staging, ThreadPoolExecutor(1) as hasher:
-        yield Copier(source, staging, hasher)
+    with understood(source), new_folder(target, needed) as staging:
+        yield Copier(source, staging)
 
 
 def export_safetensors(source: Path, target: Path) -> Exported:

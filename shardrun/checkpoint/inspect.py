@@ -223,7 +223,7 @@ def _loose(path: Path, contents: Contents, ask: Ask) -> dict[str, Any]:
 def _file_rows(contents: Contents) -> list[dict[str, Any]]:
     rows = []
     for file in contents.files:
-        registered = {key: file.entry[key] for key in ("role", "rank", "group", "sha256") if key in file.entry}
+        registered = {key: file.entry[key] for key in ("role", "rank", "group", "hash") if key in file.entry}
         row = {"path": file.path, "bytes": file.bytes, **registered, "tensors": len(file.tensors)}
         if file.metadata and contents.manifest is None:
             row["metadata"] = dict(file.metadata)

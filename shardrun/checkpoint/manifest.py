@@ -13,16 +13,18 @@ from typing import Any
 
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.errors import CheckpointError, ShardrunError
+from shardrun.records.hashes import hash_problem
 
 FORMAT = "shardrun-checkpoint"
-VERSION = 1
+VERSION = 2
+"""What is written. Of version 1, whose files have sha256 hashes, all is read as if it were of version 2."""
+_READ = (1, VERSION)
 MANIFEST = "manifest.json"
 ROLES = ("model", "record", "state")
 
 MAX_BYTES = 128 << 20
 """Longest manifest that is read, and so that is written."""
 _DEEPEST = 40
-_HEX = re.compile(r"[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\Z")
 
 
@@ -91,7 +93,10 @@ def understood(checkpoint: Path) -> Iterator[None]:
 
 
 def parse_manifest(raw: bytes) -> dict[str, Any]:
-    """A manifest from its bytes, every field that this room relies on checked. CheckpointError otherwise."""
+    """A manifest from its bytes, every field that this room relies on checked. CheckpointError otherwise.
+
+    Each of its files has a `hash`, whatever the version.
+    """
     if len(raw) > MAX_BYTES:
         raise CheckpointError(f"it has more than {MAX_BYTES:,} bytes")
     try:
@@ -103,15 +108,25 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
     _require_shallow(found, _DEEPEST)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"not a manifest of format {FORMAT}")
-    if found.get("version") != VERSION:
-        raise CheckpointError(f"format version {found.get('version')!r}; this shardrun reads version {VERSION}")
+    if type(found.get("version")) is not int or found["version"] not in _READ:
+        told = " and ".join(map(str, _READ))
+        raise CheckpointError(f"format version {found.get('version')!r}; this shardrun reads versions {told}")
     claimed = found.get("digest")
     if claimed != sha256(canonical_json({k: v for k, v in found.items() if k != "digest"})):
         raise CheckpointError(f"its content does not match its own digest {claimed!r}")
     if canonical_json(found) + b"\n" != raw:
         raise CheckpointError("not in canonical form: it was changed after it was written")
+    if found["version"] == 1:
+        _translate_hashes(found.get("files"))
     _check_fields(found)
     return found
+
+
+def _translate_hashes(files: Any) -> None:
+    """Where version 1 has "sha256": "<hex>", version 2 has "hash": "sha256:<hex>"; in place, before it is checked."""
+    for entry in files if isinstance(files, list) else ():
+        if isinstance(entry, dict):
+            entry["hash"] = f"sha256:{entry.pop('sha256', None)}"
 
 
 def _require_shallow(value: Any, levels: int) -> None:
@@ -227,8 +242,10 @@ def _check_entry(entry: Any, world_size: int, groups: dict[str, Any]) -> None:
         path = entry.get("path") if isinstance(entry, dict) else entry
         raise CheckpointError(f"files: {path!r} is not a path inside a checkpoint")
     where = f"files: {entry['path']}"
-    if not _is_count(entry.get("bytes")) or not isinstance(entry.get("sha256"), str) or not _HEX.match(entry["sha256"]):
-        raise CheckpointError(f"{where}: bytes or sha256 is missing or malformed")
+    if not _is_count(entry.get("bytes")):
+        raise CheckpointError(f"{where}: bytes is missing or malformed")
+    if problem := hash_problem(entry.get("hash")):
+        raise CheckpointError(f"{where}: {problem}")
     if entry.get("role") not in ROLES or not _is_count(entry.get("rank")) or entry["rank"] >= world_size:
         raise CheckpointError(f"{where}: role {entry.get('role')!r}, rank {entry.get('rank')!r} cannot be")
     if entry["role"] != "record":

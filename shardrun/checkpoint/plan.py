@@ -21,7 +21,7 @@ _SHORT = 300
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that this rank will write; `entry` is its line in the manifest, but for bytes and sha256."""
+    """A file that this rank will write; `entry` is its line in the manifest, but for bytes and hash."""
 
     path: str
     tensors: dict[str, TensorBytes]

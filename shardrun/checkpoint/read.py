@@ -3,7 +3,6 @@ that shrinks under a mapping would kill the process."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,10 @@ from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.snapshot import GROUP_SECTIONS
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole, piece_violations
+from shardrun.records.hashes import FileHash, changed
 from shardrun.records.header import Header, fill, read_header_of
 from shardrun.records.header_parser import DTYPE_NAMES
+from shardrun.records.new_file import CHUNK
 from shardrun.records.record import ShardRecord, record_key, record_of
 from shardrun.records.tensors import as_bytes, fresh_tensor, host_bytes, scalar_tensor
 from shardrun.shard.contract import Contract
@@ -120,25 +121,26 @@ def _read_into(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], 
 
 
 def read_verified(checkpoint: Path, entry: Mapping[str, Any]) -> tuple[Header, dict[str, Tensor]]:
-    """Header and tensors of one registered file; CheckpointError unless size, form and sha256 are as registered."""
+    """Header and tensors of one registered file; CheckpointError unless size, form and hash are as registered."""
     where = str(checkpoint / entry["path"])
     with open_inside(checkpoint, entry["path"]) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise CheckpointError(f"{where}: {entry['bytes']:,} bytes expected, {size:,} found")
         header, head = read_header_of(file, where)
-        digest = hashlib.sha256(head)
+        digest = FileHash.like(entry["hash"])
+        digest.update(head)
         tensors = {}
         # In the order of the file, which has no gaps: every byte goes through the hash once.
         for name, one in header.tensors.items():
             tensors[name] = fresh_tensor(one)
-            data = as_bytes(tensors[name])
-            fill(file, data, where)
-            digest.update(data)
-    if digest.hexdigest() != entry["sha256"]:
-        raise CheckpointError(
-            f"{where}: sha256 {entry['sha256']} expected, {digest.hexdigest()} found: its content was changed"
-        )
+            rest = as_bytes(tensors[name])
+            while rest.nbytes:
+                chunk, rest = rest[:CHUNK], rest[CHUNK:]
+                fill(file, chunk, where)
+                digest.update(chunk)
+    if digest.text != entry["hash"]:
+        raise CheckpointError(f"{where}: {changed(entry['hash'], digest.text)}")
     return header, tensors
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.checkpoint.assemble import Piece, chunks, open_header
-from shardrun.checkpoint.byte_copies import CHUNK, Copier
+from shardrun.checkpoint.byte_copies import Copier
 from shardrun.checkpoint.store import record_file, state_file
 from shardrun.errors import CheckpointError
 from shardrun.records.fit import holds_whole, piece_violations
-from shardrun.records.header import Entry, FileDigest, Header, TensorBytes, encode_header
+from shardrun.records.header import Entry, Header, TensorBytes, encode_header
 from shardrun.records.header_parser import DTYPE_BYTES
+from shardrun.records.new_file import CHUNK, FileDigest
 from shardrun.records.reshard import Copy, Cut, Fragments, copies, cut_again
 
 _BUFFER, _STREAM = "buffer/", "rng/"
@@ -99,7 +100,7 @@ def _by_rank(
 
 
 def _entry(role: str, rank: int, path: str, written: FileDigest) -> dict[str, Any]:
-    return {"role": role, "rank": rank, "path": path, "bytes": written.bytes, "sha256": written.sha256}
+    return {"role": role, "rank": rank, "path": path, "bytes": written.bytes, "hash": written.hash}
 
 
 def _plan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,8 @@ def reshard(source: Path, target: Path, world_size: int) -> Resharded:
     manifest, manifest_sha256 = read_manifest(source)
     before = manifest["topology"]["world_size"]
     _check(source, target, manifest, world_size)
-    with (
-        understood(source),
-        new_folder(target, _needed(manifest, world_size)) as staging,
-        ThreadPoolExecutor(1) as hasher,
-    ):
-        copier = Copier(source, staging, hasher)
+    with understood(source), new_folder(target, _needed(manifest, world_size)) as staging:
+        copier = Copier(source, staging)
         sections = _of_world(manifest, world_size)
         files = _copy_as_they_are(copier, manifest, world_size)
         for name in _cut_groups(manifest):

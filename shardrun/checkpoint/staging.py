@@ -138,7 +138,7 @@ def _write_one(staging: Path, file: PlannedFile) -> dict[str, Any]:
     path = staging / file.path
     make_folder(path.parent, exist_ok=True)
     digest = write_safetensors(path, file.tensors, file.metadata)
-    return {**file.entry, "path": file.path, "bytes": digest.bytes, "sha256": digest.sha256}
+    return {**file.entry, "path": file.path, "bytes": digest.bytes, "hash": digest.hash}
 
 
 def _twice(entries: list[dict[str, Any]]) -> list[str]:

@@ -109,10 +109,10 @@ def _not_finite(rows: Iterable[Row]) -> Iterator[RenderableType]:
 
 def _files_and_rest(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [
-        [one["path"], f"{one['bytes']:,}", f"{one['tensors']:,}", one["status"], one.get("sha256", "")[:12]]
+        [one["path"], f"{one['bytes']:,}", f"{one['tensors']:,}", one["status"], _short(one.get("hash", ""))]
         for one in found["files"]
     ]
-    yield plain_table(["file", ">bytes", ">tensors", "state", "sha256"], rows)
+    yield plain_table(["file", ">bytes", ">tensors", "state", "hash"], rows)
     if not found["good"]:
         left = found["left"]
         good, every = len(left["good_files"]), len(left["good_files"]) + len(left["bad_files"])
@@ -120,6 +120,12 @@ def _files_and_rest(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield f"what is left: {good} of {every} files; of the tensors " + (", ".join(counts) or "none")
     if not found["verified"] and found["kind"] == "checkpoint":
         yield "sizes are checked; --verify reads every byte and checks the hashes"
+
+
+def _short(text: str) -> str:
+    """ "<algorithm>:<hex>" as far as the eye compares it."""
+    algorithm, colon, digits = text.partition(":")
+    return algorithm + colon + digits[:12]
 
 
 def _dotted(name: str) -> list[str]:

@@ -20,13 +20,14 @@ def _silent(call: str, path: Path) -> None:
 
 
 on_io: Callable[[str, Path], None] = _silent
-"""Called as on_io(call, path) before each call; mkdir create write fsync rename exchange replace unlink rmdir."""
+"""Called as on_io(call, path) before each call; mkdir create write start fsync rename exchange replace unlink rmdir."""
 
 _CHUNK = 8 << 20
 _NOREPLACE, _EXCHANGE = 1, 2
+_START_WRITING = 2
 _AT_FDCWD = -100
-# What a kernel or file system without renameat2, or without one of its flags, answers.
-_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+# What a kernel or file system answers that does not know a call, or one of its flags, or not for files of this kind.
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ESPIPE}
 
 
 class RenameUnsupported(OSError):
@@ -55,6 +56,17 @@ def write_all(descriptor: int, data: bytes | memoryview, path: Path) -> None:
     while rest.nbytes:
         on_io("write", path)
         rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
+
+
+def start_writing(descriptor: int, start: int, count: int, path: Path) -> None:
+    """Let the disk begin with `count` bytes of an open file; a hint: only fsync makes them durable."""
+    on_io("start", path)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:
+        return
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    if call(descriptor, start, count, _START_WRITING) != 0 and (number := ctypes.get_errno()) not in _UNSUPPORTED:
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def sync_file(descriptor: int, path: Path) -> None:

@@ -8,12 +8,11 @@ map, so that its bytes change from process to process.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardrun.errors import CheckpointError
-from shardrun.records.durable import create_file, sync_file, write_all
 from shardrun.records.header_parser import DTYPE_BYTES, METADATA, RawEntry, parse_header
+from shardrun.records.new_file import FileDigest, NewFile
 
 MAX_HEADER = 64 << 20
 """Longest header that is read, in bytes: about half a million tensors."""
@@ -47,14 +46,6 @@ class TensorBytes:
     def nbytes(self) -> int:
         """Size in bytes."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class FileDigest:
-    """Size and sha256 (hex) of a whole file."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -114,24 +105,13 @@ def write_safetensors(
     OSError as the system gives it (FileExistsError if the name is taken); a part of the file may be left then.
     """
     head, order = encode_header(tensors, metadata)
-    digest = hashlib.sha256(head)
-    size = len(head)
-    descriptor = create_file(path)
-    try:
-        write_all(descriptor, head, path)
-        with ThreadPoolExecutor(1) as beside:  # hashing takes about as long as writing, and both leave python alone
-            for name in order:
-                data = memoryview(tensors[name].data())
-                assert data.nbytes == tensors[name].nbytes, f"{name}: {data.nbytes} bytes for {tensors[name]}"
-                hashed = beside.submit(digest.update, data)
-                write_all(descriptor, data, path)
-                hashed.result()
-                size += data.nbytes
-        if fsync:
-            sync_file(descriptor, path)
-    finally:
-        os.close(descriptor)
-    return FileDigest(size, digest.hexdigest())
+    with closing(NewFile(path, fsync=fsync)) as file:
+        file.write(head)
+        for name in order:
+            data = memoryview(tensors[name].data())
+            assert data.nbytes == tensors[name].nbytes, f"{name}: {data.nbytes} bytes for {tensors[name]}"
+            file.write(data)
+        return file.finish()
 
 
 def read_header(path: Path) -> Header:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrun.checkpoint.assemble import hash_file
 from shardrun.checkpoint.contents import Contents, Meter, checkpoint_contents
 from shardrun.checkpoint.difference import compare
 from shardrun.checkpoint.manifest import read_manifest
@@ -141,7 +142,7 @@ class Replay:
         began: float,
     ) -> Proof:
         pair = self._pair
-        same = _same_files(pair.end.manifest, replayed.manifest)
+        same = _same_files(pair.end.path, pair.end.manifest, replayed.manifest)
         facts = {
             "run": {"id": pair.end.manifest["run"], "folder": str(pair.run_dir.resolve())},
             "from": {"checkpoint": pair.start.path.name, "manifest sha256": pair.start.manifest_sha256},
@@ -189,7 +190,15 @@ def _sound(path: Path, manifest: Mapping[str, Any], meter: Meter) -> Contents:
     return found
 
 
-def _same_files(saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[int, int]:
-    """How many files of the checkpoint have the same bytes, of how many."""
-    found = {entry["path"]: entry["sha256"] for entry in replayed["files"]}
-    return sum(found.get(entry["path"]) == entry["sha256"] for entry in saved["files"]), len(saved["files"])
+def _same_files(path: Path, saved: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[int, int]:
+    """How many files of the checkpoint `path` have the same bytes, of how many."""
+    found = {entry["path"]: entry["hash"] for entry in replayed["files"]}
+    both = [(entry, found[entry["path"]]) for entry in saved["files"] if entry["path"] in found]
+    return sum(_hash_like(path, entry, other) == other for entry, other in both), len(saved["files"])
+
+
+def _hash_like(path: Path, entry: Mapping[str, Any], other: str) -> str:
+    """The hash of a saved file by the algorithm of `other`; the file is read where its format had another one."""
+    if entry["hash"].partition(":")[0] == other.partition(":")[0]:
+        return str(entry["hash"])
+    return hash_file(path, entry["path"], like=other)

@@ -111,7 +111,9 @@ class Fuzz:
 
 def _document(step: int) -> dict[str, Any]:
     made = plan(step)
-    files = [{**file.entry, "path": file.path, "bytes": file.nbytes, "sha256": "0" * 64} for file in made.files]
+    files = [
+        {**file.entry, "path": file.path, "bytes": file.nbytes, "hash": f"blake3:{'0' * 64}"} for file in made.files
+    ]
     return {**made.sections, "sequence": step, "saved_at": 1, "files": files}
 
 

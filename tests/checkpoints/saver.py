@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from shardrun.checkpoint.manifest import read_manifest, sha256
+from blake3 import blake3
+
+from shardrun.checkpoint.manifest import read_manifest
 from shardrun.checkpoint.plan import Plan, PlannedFile
 from shardrun.checkpoint.protocol import run_stages, stages_of_save
 from shardrun.checkpoint.retention import Retention
@@ -79,5 +81,5 @@ def held(run_dir: Path) -> list[int]:
             raw = (one.path / file.path).read_bytes()
             head, order = encode_header(file.tensors, file.metadata)
             assert raw == head + b"".join(bytes(file.tensors[name].data()) for name in order), file.path
-            assert listed[file.path]["sha256"] == sha256(raw)
+            assert listed[file.path]["hash"] == f"blake3:{blake3(raw).hexdigest()}"
     return [one.step for one in found]

@@ -135,7 +135,7 @@ def test_damage_in_one_ranks_file_is_told_by_all_and_all_go_back_alike(run_dir: 
     flip(bad, 8 * bad.stat().st_size - 3)
     answers = run_ranks(2, load_newest, run_dir)
     assert answers[0] == answers[1]
-    assert f"rank 1: {bad}: sha256" in answers[0]
+    assert f"rank 1: {bad}: blake3:" in answers[0]
     assert "--allow-fallback takes it" in answers[0]
     assert run_ranks(2, load_with_fallback, run_dir) == [(3, [])] * 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from shardrun.checkpoint.difference import diff
 from shardrun.checkpoint.inspect import inspect
@@ -199,7 +199,7 @@ def flip_and_seal(checkpoint: Path, relative: str, name: str) -> None:
     manifest = read_manifest(checkpoint)[0]
     for one in manifest["files"]:
         if one["path"] == relative:
-            one["sha256"] = hashlib.sha256(raw).hexdigest()
+            one["hash"] = f"blake3:{blake3(raw).hexdigest()}"
     (checkpoint / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
 
 

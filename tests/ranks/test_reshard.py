@@ -302,7 +302,7 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(of_two: Path, tmp_path: 
         source = shutil.copytree(of_two, tmp_path / str(number))
         flip(source / name, 8 * (source / name).stat().st_size - 5)
         for world_size in (1, 3):
-            with pytest.raises(CheckpointError, match=f"{name}: sha256 .* expected"):
+            with pytest.raises(CheckpointError, match=f"{name}: blake3:.* expected"):
                 reshard(source, tmp_path / "out", world_size)
         (source / name).unlink()
         with pytest.raises(CheckpointError, match=f"{name}: is missing"):
@@ -408,7 +408,7 @@ def test_a_file_with_its_tensors_in_another_order_is_refused(of_two: Path, tmp_p
     assert load_file(source / RANK_1).keys() == header.tensors.keys()
     files = read_manifest(source)[0]["files"]
     entry = next(one for one in files if one["path"] == RANK_1)
-    entry.update(bytes=len(crafted), sha256=hashlib.sha256(crafted).hexdigest())
+    entry.update(bytes=len(crafted), hash=f"sha256:{hashlib.sha256(crafted).hexdigest()}")
     resealed(source, files=files)
     with pytest.raises(CheckpointError, match=f"{RANK_1}: its tensors do not stand in the order in which shardrun"):
         reshard(source, tmp_path / "out", 3)

@@ -139,7 +139,7 @@ def test_damage_is_refused_by_all_ranks_and_an_older_checkpoint_is_taken_if_aske
     run = damaged(tmp_path)
     refused = train(config(tmp_path / "run", 3), reshard=True)
     assert refused.codes == [3, 3, 3]
-    assert all("sha256" in error and "its content was changed" in error for error in refused.errors)
+    assert all("blake3:" in error and "its content was changed" in error for error in refused.errors)
     assert list((run.run_dir / "checkpoints" / ".staging").iterdir()) == []
     done = trained(config(tmp_path / "run", 3), reshard=True, allow_fallback=True)
     assert [event["path"] for event in done.events if event["event"] == "resumed"] == [str(run.checkpoint(1))]

@@ -72,7 +72,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda m: entry(m, RECORD)["fragments"].pop("emb.weight"),
         "this rank holds no fragment of emb.weight",
     ),
-    "another hash": (lambda m: entry(m, RECORD).update(sha256="0" * 64), "sha256 0000"),
+    "another hash": (lambda m: entry(m, RECORD).update(hash=f"blake3:{'0' * 64}"), "blake3:0000"),
     "another size": (lambda m: entry(m, RECORD).update(bytes=5), "5 bytes expected"),
     "another step": (lambda m: m.update(step=4), "is that of step 4"),
     "members of the world": (lambda m: m["topology"].update(members=[0]), r"topology.members are \[0\], not ranks"),

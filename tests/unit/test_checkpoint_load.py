@@ -129,7 +129,7 @@ def test_an_unregistered_file_is_refused(tmp_path: Path) -> None:
 def test_files_swapped_between_checkpoints_are_found(tmp_path: Path) -> None:
     first, second = put(tmp_path, 1), put(tmp_path, 2)
     shutil.copy(first / RECORD, second / RECORD)  # same size, same form, other step
-    with pytest.raises(CheckpointError, match=r"sha256 .* expected, .* found"):
+    with pytest.raises(CheckpointError, match=r"blake3:\w+ expected, blake3:\w+ found"):
         load(tmp_path, COMM, state.expected())
     shutil.copy(first / MANIFEST, second / MANIFEST)
     with pytest.raises(CheckpointError, match="is that of step 1"):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from shardrun.checkpoint.manifest import canonical_json, parse_manifest, seal, sha256
 from shardrun.errors import CheckpointError
 
+HASH = f"blake3:{'0' * 64}"
 SPEC = {"path": "w", "shape": [2], "dtype": "float32", "trainable": True, "alias": 0}
 RECORD = {
     "path": "zero2/default/r",
     "bytes": 10,
-    "sha256": "a" * 64,
+    "hash": f"blake3:{'a' * 64}",
     "role": "record",
     "rank": 0,
     "group": "default",
@@ -31,7 +32,7 @@ GOOD: dict[str, Any] = {
     "groups": {"default": {"contract": [SPEC], "members": [0]}},
     "model": {"w": ["float32", [2]]},
     "aliases": {"tied": "w"},
-    "files": [RECORD, {"path": "model.safetensors", "bytes": 0, "sha256": "0" * 64, "role": "model", "rank": 0}],
+    "files": [RECORD, {"path": "model.safetensors", "bytes": 0, "hash": HASH, "role": "model", "rank": 0}],
     "counters": {"tokens": 7, "loss": 0.1 + 0.2},
 }
 
@@ -39,7 +40,7 @@ GOOD: dict[str, Any] = {
 def test_round_trip() -> None:
     found = parse_manifest(seal(GOOD))
     assert {key: found[key] for key in GOOD} == GOOD
-    assert (found["format"], found["version"]) == ("shardrun-checkpoint", 1)
+    assert (found["format"], found["version"]) == ("shardrun-checkpoint", 2)
     assert seal(dict(reversed(GOOD.items()))) == seal(GOOD)
 
 
@@ -70,7 +71,7 @@ def resealed(value: Any) -> bytes:
     return canonical_json({**value, "digest": sha256(canonical_json(value))}) + b"\n"
 
 
-HEAD = {"format": "shardrun-checkpoint", "version": 1}
+HEAD = {"format": "shardrun-checkpoint", "version": 2}
 ENTRY = GOOD["files"][1]
 
 
@@ -78,7 +79,8 @@ ENTRY = GOOD["files"][1]
     ("change", "words"),
     [
         ({"format": "other"}, "not a manifest of format"),
-        ({"version": 2}, "format version 2; this shardrun reads version 1"),
+        ({"version": 3}, "format version 3; this shardrun reads versions 1 and 2"),
+        ({"version": True}, "format version True"),
         ({"version": None}, "format version None"),
         ({"step": -1}, "step is -1"),
         ({"step": True}, "step is True"),
@@ -107,9 +109,14 @@ ENTRY = GOOD["files"][1]
         ({"files": [{**ENTRY, "path": "manifest.json"}]}, "not a path inside"),
         ({"files": [{**ENTRY, "path": ["a"]}]}, "not a path inside"),
         ({"files": [ENTRY, ENTRY]}, "a path stands twice"),
-        ({"files": [{**ENTRY, "bytes": -1}]}, "bytes or sha256"),
-        ({"files": [{**ENTRY, "sha256": "A" * 64}]}, "bytes or sha256"),
-        ({"files": [{**ENTRY, "sha256": "a" * 64 + "\n"}]}, "bytes or sha256"),
+        ({"files": [{**ENTRY, "bytes": -1}]}, "bytes is missing"),
+        ({"files": [{**ENTRY, "hash": None, "sha256": "a" * 64}]}, "model.safetensors: hash is missing"),
+        ({"files": [{**ENTRY, "hash": HASH.upper()}]}, "hash is missing or malformed"),
+        ({"files": [{**ENTRY, "hash": HASH + "\n"}]}, "hash is missing or malformed"),
+        ({"files": [{**ENTRY, "hash": f"md5:{'0' * 64}"}]}, "hash is by md5; this shardrun knows blake3, sha256"),
+        ({"version": 1}, "hash is missing or malformed"),
+        ({"version": 1, "files": [{**ENTRY, "sha256": "A" * 64}]}, "hash is missing or malformed"),
+        ({"version": 1, "files": [{**ENTRY, "sha256": ["a"]}]}, "hash is missing or malformed"),
         ({"files": [{**ENTRY, "role": "pickle"}]}, "role 'pickle'"),
         ({"files": [{**ENTRY, "rank": 1}]}, "rank 1 cannot be"),
         ({"files": [{**RECORD, "group": "other"}]}, "group 'other' is not in"),

@@ -139,7 +139,7 @@ def test_a_damaged_hint_is_no_hint(tmp_path: Path, content: str) -> None:
 
 
 def test_examine_names_every_file_that_is_not_as_registered(tmp_path: Path) -> None:
-    entry = {"bytes": 3, "sha256": "0" * 64, "role": "state", "rank": 0}
+    entry = {"bytes": 3, "hash": f"blake3:{'0' * 64}", "role": "state", "rank": 0}
     path = put(tmp_path, 1, 1, files=[{**entry, "path": "a"}, {**entry, "path": "sub/b"}, {**entry, "path": "c"}])
     (path / "a").write_text("four")
     (path / "extra").write_text("")

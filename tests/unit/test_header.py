@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tracemalloc
@@ -12,10 +11,12 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardrun.errors import CheckpointError
+from shardrun.records import durable
 from shardrun.records.header import (
     TensorBytes,
     planned_bytes,
@@ -45,7 +46,7 @@ ODD = {
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     digest = write_safetensors(path, {n: tensor_bytes(n, t) for n, t in tensors.items()}, metadata or {})
     raw = path.read_bytes()
-    assert (digest.bytes, digest.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    assert (digest.bytes, digest.hash) == (len(raw), f"blake3:{blake3(raw).hexdigest()}")
     return raw
 
 
@@ -130,6 +131,29 @@ def test_writing_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(alive) == 8
     assert peak < 2.5 * (1 << 20)
+
+
+def test_the_disk_begins_while_a_large_file_is_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(durable, "on_io", lambda call, path: calls.append(call))
+    tensors = {
+        "a": TensorBytes("U8", (20 << 20,), lambda: bytes(20 << 20)),
+        "b": TensorBytes("U8", (3,), lambda: b"123"),
+    }
+    digest = write_safetensors(tmp_path / "a", tensors, {})
+    assert digest.hash == f"blake3:{blake3((tmp_path / 'a').read_bytes()).hexdigest()}"
+    assert (calls.count("start"), calls[-1]) == (2, "fsync")
+    write_safetensors(tmp_path / "b", tensors, {}, fsync=False)
+    assert (calls.count("start"), calls.count("fsync")) == (2, 1)
+
+
+def test_a_file_that_the_disk_cannot_begin_with_is_an_error_and_one_that_needs_no_disk_is_none(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    durable.start_writing(writing, 0, 1, tmp_path)
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        durable.start_writing(writing, 0, 1, tmp_path)
 
 
 # ---- crafted headers -----------------------------------------------------------------------------------------------

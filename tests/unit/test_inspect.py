@@ -123,7 +123,7 @@ def test_a_flipped_bit_in_the_data_is_found_by_verify(tmp_path: Path) -> None:
     assert inspect(tmp_path)["good"]
     found = inspect(tmp_path, verify=True)
     assert not found["good"]
-    assert f"{bad}: sha256" in found["checkpoints"][0]["problems"][0]
+    assert f"{bad}: blake3:" in found["checkpoints"][0]["problems"][0]
     files = rows(inspect(bad.parents[2], verify=True)["files"], "path")
     assert [files[name]["status"] for name in (RECORD, STATE, "model.safetensors")] == ["bad", "good", "good"]
 
