@@ -59,6 +59,8 @@ class Train(Section):
     """Updates between comparisons of all parameters over the ranks, each before an update; null: before saves only."""
     activation_checkpointing: Patterns = ()
     """Globs over module paths whose activations are computed again in backward."""
+    compile: bool = False
+    """Model and loss by torch.compile: a minute more at the start, fewer and larger kernels after it."""
 
     @classmethod
     def rules(cls, given: Mapping[str, Any]) -> Iterator[Broken]:

@@ -43,6 +43,7 @@ SYNONYMS = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "scheduler": "schedule.name",
+    "torch_compile": "train.compile",
     "warmup": "schedule.warmup_steps",
     "weight_decay": "optimizer.weight_decay",
 }

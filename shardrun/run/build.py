@@ -21,6 +21,7 @@ from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.errors import ConfigError, LaunchError, SelectionError, ShardrunError, UsageError
 from shardrun.run import model as models
+from shardrun.run.compiling import require_compiler
 from shardrun.run.groups import (
     TrainedGroup,
     members,
@@ -142,6 +143,10 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
     checkpointed = models.checkpoint_activations(model, config.train.activation_checkpointing)
     if checkpointed:
         notes.append(f"activations of {checkpointed} modules are computed again in backward")
+    if config.train.compile:
+        require_compiler(comm)
+        recipe.compile(deterministic=config.run.deterministic)
+        notes.append("model and loss are compiled at their first batch, and again for every other shape of one")
     loader = _loader(config, recipe, comm)
     groups = [_group(name, config, comm, model, selections[name], recipe, loader, saved or {}) for name in config.parts]
     require_apart(comm, groups)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardrun.errors import ConfigError, UsageError
+from shardrun.run.compiling import compiled
 from shardrun.run.recipe_args import validate_args
 from shardrun.run.recipe_form import find_functions, takes_world
 
@@ -90,6 +91,10 @@ class Recipe:
         near = difflib.get_close_matches(name, callables, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; define it there, or import it there"
         raise ConfigError(f"optimizer.factory: {self.source} has no {name}{hint}")
+
+    def compile(self, *, deterministic: bool) -> None:
+        """From now on `loss`, and the model in it, goes through torch.compile."""
+        self._loss = compiled(self._loss, f"{self.source}: loss", deterministic=deterministic)
 
     def loss(self, model: nn.Module, batch: Any, world: World) -> tuple[torch.Tensor, int | torch.Tensor]:
         """The loss SUM over a micro-batch and its weight, checked as by `check_loss`."""

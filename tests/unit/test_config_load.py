@@ -443,6 +443,7 @@ def test_what_does_not_change_results_is_not_in_the_meaning(folder: Path, overri
         ("train.max_grad_norm=0.5", "train.max_grad_norm: saved null, now 0.5"),
         ("optimizer.lr=2e-3", "optimizer.lr: saved 0.001, now 0.002"),
         ("run.seed=3", "run.seed: saved 0, now 3"),
+        ("train.compile=true", "train.compile: saved false, now true"),
         ("topology.world_size=2", "topology.world_size: saved 1, now 2"),
         ("select.include=[a.*]", 'select.include: saved ["*"], now ["a.*"]'),
         ("recipe_args={depth: {n: 3}}", "recipe_args.depth.n: saved not set, now 3"),
