@@ -1,10 +1,7 @@
-"""One rank of one contender, in a process of its own: trains the windows, measures, compares, leaves a file behind."""
+"""One rank of one contender, in a process of its own: trains the windows, measures, compares, tells."""
 
 from __future__ import annotations
 
-import json
-import os
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +17,6 @@ from shardrun.bench.work import make_work, starting_model
 from shardrun.comm.communicator import Communicator
 from shardrun.config.load import from_mapping
 from shardrun.config.schema import Config
-from shardrun.errors import LaunchError
 from shardrun.run.build import open_communicator
 from shardrun.run.groups import open_world
 from shardrun.run.model import distinct_parameters
@@ -81,18 +77,16 @@ class PeerRun:
         return [(loss / weight, weight) for loss, weight in sums]
 
 
-def run_contender(job: Mapping[str, Any], tether: Tether) -> int:
-    """Do this rank's part for the contender that the job names; the file `rank-N.json` has what came out."""
-    config, options, folder = from_mapping(job["config"]), job["options"], Path(job["run_dir"])
-    _end_in_time(config.topology.timeout_s, options["contender"], tether)
+def run_contender(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
+    """Do this rank's part for the contender that the job names; returns what was measured as plain JSON."""
+    config = from_mapping(job["config"])
     comm = open_communicator(config)
     try:
-        result = _measured(config, comm, options, tether)
+        result = _measured(config, comm, job["options"], tether)
         comm.agree("end of the contender")
     finally:
         comm.close()
-    (folder / f"rank-{comm.rank}.json").write_text(json.dumps(result))
-    return 0
+    return result
 
 
 def _measured(config: Config, comm: Communicator, options: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
@@ -118,10 +112,15 @@ def _measured(config: Config, comm: Communicator, options: Mapping[str, Any], te
 def _make(name: str, config: Config, comm: Communicator, tether: Tether) -> Contender:
     if name == SHARDRUN:
         return Trained(config, comm, tether)
-    return PeerRun(_peer_class(name)(make_work(config, comm)), tether)
+    return PeerRun(peer_class(name)(make_work(config, comm)), tether)
 
 
-def _peer_class(name: str) -> type[Peer]:
+def peer_class(name: str) -> type[Peer]:
+    """What trains under this name; imports what it needs and nothing of the others."""
+    if name == "deepspeed":
+        from shardrun.bench.deepspeed_peer import DeepSpeed
+
+        return DeepSpeed
     from shardrun.bench import peers
 
     known: dict[str, type[Peer]] = {
@@ -146,15 +145,3 @@ def _compared(contender: Contender, config: Config, comm: Communicator, options:
         model = starting_model(config, load_recipe(config.recipe, config.recipe_args), open_world(comm, config))
         start = distinct_parameters(model)
     return {"distance": distance(contender.parameters(), Path(path) if first else None, start)}
-
-
-def _end_in_time(seconds: float, name: str, tether: Tether) -> None:
-    """End this process if it is still there after so long, saying so: nobody waits for ever."""
-
-    def end() -> None:
-        tether.write_error(LaunchError(f"{name} is not done after {seconds:.0f} s (topology.timeout_s)"))
-        os._exit(LaunchError.exit_code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class Peer:
     Gradients are those of the mean over the window of this rank, which the peers average over ranks.
     """
 
-    configuration: ClassVar[str]
+    configuration: str
     """How it is set up, in the words of its own settings."""
 
     def __init__(self, work: Work) -> None:

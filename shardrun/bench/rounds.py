@@ -6,31 +6,16 @@ all alike; the order rotates from round to round. A contender trains the same wi
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardrun.bench.contenders import COMPUTE, PLAIN, SHARDRUN, how_to_install
+from shardrun.bench.ranks import job_of, run_job
 from shardrun.config.schema import Config
-from shardrun.errors import Interrupted, ShardrunError
-from shardrun.run.launch import launch
-from shardrun.run.outcome import Outcome
-from shardrun.run.worker_process import Job
 
-_COMMAND = (sys.executable, "-m", "shardrun.bench.contender_main")
-_LAST_LINES = 12
-
-
-class ContenderFailed(ShardrunError):
-    """A rank of a contender failed: nothing is compared."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+_BODY = "shardrun.bench.contender:run_contender"
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ def run_rounds(config: Config, names: Sequence[str], asked: Asked, scratch: Path
     """Each contender's measurements, a round after the other.
 
     `scratch` has to be empty; `say` gets a line before each. Contenders that lack what they need are passed over.
-    Raises ContenderFailed, or Interrupted if somebody asked to stop.
+    Raises RanksFailed, or Interrupted if somebody asked to stop.
     """
     reference = reference_of(names)
     ready = [name for name in names if how_to_install(name) is None]
@@ -104,54 +89,6 @@ def run_rounds(config: Config, names: Sequence[str], asked: Asked, scratch: Path
             if number == 0 and reference is not None and name != COMPUTE:
                 verb = "save" if name == reference else "compare"
                 options[f"{verb}_parameters"] = str(scratch / "reference.safetensors")
-            where = f"{name}, round {number + 1}"
-            found[name].append(Measured(run_ranks(config, options, scratch / f"{number}-{name}", where), asked.warmup))
+            job = job_of(config, _BODY, options, scratch / f"{number}-{name}")
+            found[name].append(Measured(run_job(job, f"{name}, round {number + 1}"), asked.warmup))
     return found
-
-
-def run_ranks(config: Config, options: Mapping[str, Any], folder: Path, where: str) -> list[dict[str, Any]]:
-    """Start fresh ranks for what `options` names and wait for them; what each has written in `folder`."""
-    folder.mkdir()
-    topology = config.topology
-    quiet = config.model_copy(update={"eval": config.eval.model_copy(update={"every": None, "at_end": False})})
-    job = Job(
-        {"config": quiet.model_dump(mode="json"), "run_dir": str(folder), "options": dict(options)},
-        folder,
-        topology.world_size,
-        threads_per_rank=topology.threads_per_rank,
-        allow_non_loopback=topology.allow_non_loopback,
-        command=_COMMAND,
-    )
-    screen = _LastLines()
-    outcome = launch(job, screen)
-    if outcome.exit_code == Interrupted.exit_code or screen.stopping:
-        raise Interrupted(f"stopped in {where}; nothing is compared")
-    if outcome.exit_code != 0:
-        raise ContenderFailed(f"{where}: {_told(outcome, screen)}", outcome.exit_code)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(topology.world_size)]
-
-
-class _LastLines:
-    """A screen that shows nothing and keeps the last lines that each rank printed."""
-
-    def __init__(self) -> None:
-        self.stopping = False
-        self.lines: dict[int, deque[str]] = {}
-
-    def event(self, rank: int, event: Mapping[str, Any]) -> list[str]:
-        self.stopping |= event["event"] == "stopping"
-        return []
-
-    def output(self, rank: int, text: str) -> None:
-        self.lines.setdefault(rank, deque(maxlen=_LAST_LINES)).append(text)
-
-
-def _told(outcome: Outcome, screen: _LastLines) -> str:
-    """What went wrong: the reason, the error with its place, and the last lines of that rank."""
-    lines, culprit = [outcome.reason], outcome.culprit
-    if culprit is not None and (cause := culprit.failure) is not None:
-        place = f"\n    at {cause.file}:{cause.line}" if cause.file is not None else ""
-        lines.append(f"  {cause.type}: {cause.message}{place}")
-    if culprit is not None and (last := screen.lines.get(culprit.rank)):
-        lines += [f"  the last lines of rank {culprit.rank}:", *(f"    {text}" for text in last)]
-    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -92,11 +93,12 @@ def _verdict(
     if reference is None or rounds is reference:
         return "reference", None, None, None
     expected = reference[0].losses
-    loss = max(
+    differences = [
         abs(own - other) / max(abs(other), 1e-12)
         for one in rounds
         for own, other in zip(one.losses, expected, strict=True)
-    )
+    ]
+    loss = math.nan if any(map(math.isnan, differences)) else max(differences)  # max alone may pass over a NaN
     apart = float(rounds[0].ranks[0]["distance"])
     wrong = []
     if not loss <= LOSS_TOLERANCE:

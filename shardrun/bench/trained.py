@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,7 +56,7 @@ class Trained:
 
         def ended(row: Mapping[str, Any]) -> None:
             stopwatch.mark()
-            losses.append((row["loss"], row["tokens"]))
+            losses.append((math.nan if row["loss"] is None else row["loss"], row["tokens"]))
             self._tether.status.set(row["step"] + 1, "window", 0)
 
         self.train(count, ended)

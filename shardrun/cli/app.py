@@ -271,6 +271,14 @@ def bench_command(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each of them runs, in turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each round.")] = 10,
+    pairs: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Of one rank: so many steps of shardrun and of a plain torch loop, in turn in one process.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the config under shardrun and under its peers, side by side; exit 4 if one computes something else.
@@ -279,7 +287,7 @@ def bench_command(
     """
     from shardrun.cli import bench as command
 
-    _end(lambda: command.run(config, overrides or [], command.Ask(against, world, rounds, steps, json)), json)
+    _end(lambda: command.run(config, overrides or [], command.Ask(against, world, rounds, steps, pairs, json)), json)
 
 
 @app.command()

@@ -12,9 +12,10 @@ from typing import Any
 
 from shardrun import report
 from shardrun.bench.contenders import COMPUTE, SHARDRUN, at_world_size, chosen, refuse_incomparable
+from shardrun.bench.pairs import measure_pairs, require_pairable
 from shardrun.bench.rounds import Asked, reference_of, run_rounds
 from shardrun.bench.standing import DISTANCE_TOLERANCE, LOSS_TOLERANCE, rows
-from shardrun.cli.bench_view import bench_view
+from shardrun.cli.bench_view import bench_view, pairs_view
 from shardrun.config.load import load
 from shardrun.config.schema import Config
 from shardrun.errors import LaunchError, UsageError, VerificationError
@@ -28,26 +29,33 @@ class Ask:
     world: int | None = None
     rounds: int = 3
     steps: int = 10
+    pairs: int | None = None
     json: bool = False
 
 
 def run(config: Path, overrides: list[str], ask: Ask) -> int:
     """Measure the config under all contenders and show what came out; 0, or 4 if one has computed something else.
 
-    Raises before anything is started: ConfigError, UsageError. Later ContenderFailed, or Interrupted.
+    Raises before anything is started: ConfigError, UsageError. Later RanksFailed, or Interrupted.
     """
     settings = at_world_size(load(config, overrides), ask.world)
     peers = chosen(ask.against, settings.topology.world_size)
     refuse_incomparable(settings, peers)
-    asked = Asked(ask.rounds, ask.steps)
-    _require_length(settings, asked)
-    with _scratch() as scratch:
-        document = _compare(settings, (COMPUTE, SHARDRUN, *peers), asked, scratch)
+    if ask.pairs is not None:
+        require_pairable(settings, ask.pairs)
+        with _scratch() as scratch:
+            document = measure_pairs(settings, ask.pairs, scratch)
+        view, void = pairs_view(document), bool(document["differing"])
+    else:
+        asked = Asked(ask.rounds, ask.steps)
+        _require_length(settings, asked)
+        with _scratch() as scratch:
+            document = _compare(settings, (COMPUTE, SHARDRUN, *peers), asked, scratch)
+        view, void = bench_view(document), any(one["status"] == "void" for one in document["contenders"])
     if ask.json:
         report.json_document({"config": str(config), **document})
     else:
-        report.show(bench_view(document))
-    void = any(one["status"] == "void" for one in document["contenders"])
+        report.show(view)
     return VerificationError.exit_code if void else 0
 
 
@@ -71,8 +79,8 @@ def _require_length(settings: Config, asked: Asked) -> None:
     """A run that ends before the last step is measured would be measured short."""
     if (steps := settings.train.steps) is not None and steps < asked.windows:
         raise UsageError(
-            f"train.steps is {steps}, and {asked.warmup} steps to warm up and {asked.steps} to measure are asked for; "
-            "give fewer --steps, or a longer run"
+            f"train.steps is {steps}, and {asked.warmup} steps to warm up and {asked.steps} steps to measure are asked "
+            "for; give fewer --steps, or a longer run"
         )
 
 

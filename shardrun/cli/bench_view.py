@@ -61,3 +61,24 @@ def _meaning(document: Mapping[str, Any]) -> Iterator[str]:
             f"valid: losses within {tolerance['loss']:g} of those of {reference}, and trained parameters within "
             f"{tolerance['distance']:g} of the way that {reference} went from the start"
         )
+
+
+def pairs_view(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The document of paired steps."""
+    yield (
+        f"one rank on {document['device']}: {document['pairs']} pairs of a step of shardrun and one of a plain torch "
+        f"loop in one process, after {document['warmup_pairs']} to warm up"
+    )
+    rows = []
+    for name, key in (("wall", "wall"), ("CPU", "cpu")):
+        one = document[key]
+        low, high = one["interval"]
+        seconds = [f"{one['shardrun_s']:.5g}", f"{one['plain_s']:.5g}"]
+        rows.append([name, *seconds, f"{one['ratio']:.4f}", f"{low:.4f} to {high:.4f}"])
+    yield plain_table(["time", ">shardrun s", ">plain s", ">ratio", "95 % interval of the median ratio"], rows)
+    differing = document["differing"]
+    yield (
+        f"void: {differing[0]} and {len(differing) - 1} more parameters differ at the end"
+        if differing
+        else "all parameters are the same to the bit at the end"
+    )

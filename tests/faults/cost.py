@@ -11,7 +11,6 @@ that of the slower rank, CPU time that of both ranks with all their threads. The
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import shardrun as sr
 from recipes import gpt
+from shardrun.bench.interval import interval
 from tests.faults.unsafe import InPlaceGather
 from tests.faults.verdict import table
 from tests.support.models import seeded
@@ -30,7 +30,6 @@ from tests.support.sessions import option_groups, same_bits
 
 WORLD_SIZE = 2
 _WARM = 3
-_CONFIDENCE = 1.96
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,6 @@ def _batch(load: Load, rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 def _numel(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval by order statistics."""
-    ordered = sorted(ratios)
-    half = _CONFIDENCE * math.sqrt(len(ordered)) / 2
-    low = max(0, math.floor(len(ordered) / 2 - half))
-    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
-    return median(ordered), ordered[low], ordered[high]
 
 
 def _told(pairs: Sequence[tuple[float, float]]) -> list[str]:
