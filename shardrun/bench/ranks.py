@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardrun.config.schema import Config
-from shardrun.errors import Interrupted, ShardrunError
+from shardrun.errors import Interrupted, LaunchError, ShardrunError
 from shardrun.run.launch import launch
 from shardrun.run.outcome import Outcome
 from shardrun.run.worker_process import Job
 
+COMMAND = (sys.executable, "-m", "shardrun.bench.rank_main")
 _LAST_LINES = 12
 
 
@@ -24,6 +28,19 @@ class RanksFailed(ShardrunError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards; LaunchError if there is no room for one."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardrun-bench-"))
+    except OSError as error:
+        raise LaunchError(f"no scratch folder: {error.strerror}; point TMPDIR to a folder with room") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def job_of(config: Config, body: str, options: Mapping[str, Any], folder: Path) -> Job:
@@ -47,7 +64,7 @@ def job_of(config: Config, body: str, options: Mapping[str, Any], folder: Path) 
         topology.world_size,
         threads_per_rank=topology.threads_per_rank,
         allow_non_loopback=topology.allow_non_loopback,
-        command=(sys.executable, "-m", "shardrun.bench.rank_main"),
+        command=COMMAND,
     )
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +9,13 @@ from typing import Any
 from shardrun import report
 from shardrun.bench.contenders import COMPUTE, SHARDRUN, at_world_size, chosen, refuse_incomparable
 from shardrun.bench.pairs import measure_pairs, require_pairable
+from shardrun.bench.ranks import scratch_folder
 from shardrun.bench.rounds import Asked, reference_of, run_rounds
 from shardrun.bench.standing import DISTANCE_TOLERANCE, LOSS_TOLERANCE, rows
 from shardrun.cli.bench_view import bench_view, pairs_view
 from shardrun.config.load import load
 from shardrun.config.schema import Config
-from shardrun.errors import LaunchError, UsageError, VerificationError
+from shardrun.errors import UsageError, VerificationError
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,13 @@ def run(config: Path, overrides: list[str], ask: Ask) -> int:
     refuse_incomparable(settings, peers)
     if ask.pairs is not None:
         require_pairable(settings, ask.pairs)
-        with _scratch() as scratch:
+        with scratch_folder() as scratch:
             document = measure_pairs(settings, ask.pairs, scratch)
         view, void = pairs_view(document), bool(document["differing"])
     else:
         asked = Asked(ask.rounds, ask.steps)
         _require_length(settings, asked)
-        with _scratch() as scratch:
+        with scratch_folder() as scratch:
             document = _compare(settings, (COMPUTE, SHARDRUN, *peers), asked, scratch)
         view, void = bench_view(document), any(one["status"] == "void" for one in document["contenders"])
     if ask.json:
@@ -82,16 +79,3 @@ def _require_length(settings: Config, asked: Asked) -> None:
             f"train.steps is {steps}, and {asked.warmup} steps to warm up and {asked.steps} steps to measure are asked "
             "for; give fewer --steps, or a longer run"
         )
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="shardrun-bench-"))
-    except OSError as error:
-        raise LaunchError(f"no scratch folder: {error.strerror}; point TMPDIR to a folder with room") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
