@@ -14,11 +14,11 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.matrices import Factory
 from shardrun.config.schema import Config
 from shardrun.data.loader import MicroBatchLoader
-from shardrun.data.order import windows_per_epoch
 from shardrun.data.seeding import Purpose, derive_seed, seed_all
 from shardrun.optim.kinds import OptionGroup, any_kind, group_of, resolve_fused
 from shardrun.run import model as models
-from shardrun.run.build import make_model
+from shardrun.run.build import make_model, schedule_of, training_loader
+from shardrun.run.compiling import require_compiler
 from shardrun.run.forward import on_device
 from shardrun.run.groups import find_groups, open_world
 from shardrun.run.recipe import Recipe, World, load_recipe
@@ -89,12 +89,15 @@ def make_work(config: Config, comm: Communicator) -> Work:
     (selection,) = find_groups(model, config.parts).values()
     models.freeze_unselected(model, selection.parameters)
     models.checkpoint_activations(model, config.train.activation_checkpointing)
+    if config.train.compile:
+        require_compiler(comm)
+        recipe.compile(deterministic=config.run.deterministic)
     asked = config.optimizer
     assert asked is not None
     assert not isinstance(asked, Factory)  # what cannot be compared is refused before
     options = asked.model_dump(exclude={"name", "strategy", "options"})
     kind = any_kind(asked.name)
-    loader = _loader(config, recipe, comm)
+    loader = training_loader(config, recipe, comm)
     fused = resolve_fused(options.pop("fused", None), options, comm.device, kind)
     return Work(
         config=config,
@@ -112,7 +115,7 @@ def make_work(config: Config, comm: Communicator) -> Work:
             ],
             selection.contract(),
         ),
-        schedule=_schedule(config, loader.samples),
+        schedule=schedule_of(config, config.schedule, loader),
     )
 
 
@@ -124,27 +127,3 @@ def starting_model(config: Config, recipe: Recipe, world: World) -> nn.Module:
     if config.init_from is not None:
         models.init_from(model, config.init_from)
     return model
-
-
-def _schedule(config: Config, samples: int) -> Schedule:
-    asked, train = config.schedule, config.train
-    total = asked.total_steps or train.steps
-    if total is None and train.epochs is not None:
-        total = train.epochs * windows_per_epoch(samples, train.global_batch_size, config.data.drop_last)
-    return Schedule(asked.name, asked.warmup_steps, asked.min_lr_ratio, total or 1)
-
-
-def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:
-    return MicroBatchLoader(
-        recipe.build_data("train"),
-        recipe.collate,
-        seed=config.run.seed,
-        rank=comm.rank,
-        world_size=comm.world_size,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=config.train.global_batch_size,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-    )

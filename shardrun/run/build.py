@@ -147,7 +147,7 @@ def build(config: Config, comm: Communicator, saved: Mapping[str, Placement] | N
         require_compiler(comm)
         recipe.compile(deterministic=config.run.deterministic)
         notes.append("model and loss are compiled at their first batch, and again for every other shape of one")
-    loader = _loader(config, recipe, comm)
+    loader = training_loader(config, recipe, comm)
     groups = [_group(name, config, comm, model, selections[name], recipe, loader, saved or {}) for name in config.parts]
     require_apart(comm, groups)
     notes += _factory_notes(config)
@@ -202,7 +202,7 @@ def _group(
     except ShardrunError as error:
         error.agreed &= own is comm  # a replica set has agreed on it, the rest of the world has not heard of it
         raise
-    schedule = _schedule(config, asked.schedule or config.schedule, loader)
+    schedule = schedule_of(config, asked.schedule or config.schedule, loader)
     exchanging = config.topology.exchanging or own is not comm
     return TrainedGroup(name, asked, own, selection, sharded, schedule, exchanging)
 
@@ -239,7 +239,8 @@ def _factory_notes(config: Config) -> list[str]:
     ]
 
 
-def _loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:
+def training_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatchLoader:
+    """What feeds this rank with the train split; local."""
     return MicroBatchLoader(
         recipe.build_data("train"),
         recipe.collate,
@@ -276,7 +277,8 @@ def _val_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatc
         raise UsageError(f"val split (eval.every, eval.at_end): {error}") from error
 
 
-def _schedule(config: Config, asked: ScheduleConfig, loader: MicroBatchLoader) -> Schedule:
+def schedule_of(config: Config, asked: ScheduleConfig, loader: MicroBatchLoader) -> Schedule:
+    """The learning rate over the updates, stretched over the length of the run where `asked` gives none; local."""
     train = config.train
     total = asked.total_steps or train.steps
     if total is None and train.epochs is not None:
