@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from shardrun.config.document import CORE_TYPES, Document, Problem, dotted, read_document
 from shardrun.config.overrides import apply_overrides
 from shardrun.config.problems import problems_of, shown
-from shardrun.config.schema import Config
+from shardrun.config.schema import ADDED, Config
 from shardrun.errors import ConfigError
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -64,6 +64,7 @@ def resolved_yaml(config: Config) -> str:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two `meaning`s, a line for each key: `train.max_grad_norm: saved 1.0, now 0.5`."""
     lines = []
+    saved, now = {**ADDED, **saved}, {**ADDED, **now}
     for key in sorted({*saved, *now}):
         before, after = (json.dumps(side[key], sort_keys=True) if key in side else "not set" for side in (saved, now))
         if before != after:

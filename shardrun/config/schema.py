@@ -97,6 +97,8 @@ class Precision(Section):
     """Keep fp32 masters of 16-bit parameters in the optimizer state."""
     autocast: Literal["none", "bf16"] = "none"
     """Run matrix products in bf16 and keep the parameters as they are."""
+    matmul: Literal["highest", "high", "medium"] = "highest"
+    """Products of fp32 matrices: in fp32, or where a device can do it in TF32 (high) or bf16 (medium)."""
 
 
 class Topology(Section):
@@ -258,6 +260,9 @@ _NO_MEANING = {
     "topology.timeout_s", "topology.init_timeout_s", "topology.save_timeout_s", "topology.allow_non_loopback",
     "topology.max_restarts", "train.check_replicas_every", "data.workers", "data.prefetch",
 }  # fmt: skip
+
+# Keys that came after the first release, with what earlier runs, whose checkpoints do not know them, were trained with.
+ADDED = {"precision.matmul": "highest", "train.compile": False}
 
 
 def meaning(config: Config) -> dict[str, Any]:

@@ -35,9 +35,9 @@ class MicroBatchLoader:
     Items are fetched while python's, numpy's and torch's CPU streams are seeded from (seed, epoch, index), and put
     together by `collate` (torch's `default_collate` if None) under a seed from (seed, epoch, first place); the
     streams of the calling process are left as they were. `workers` processes fetch `prefetch` micro-batches each
-    ahead, over the ends of windows and epochs. Raises `UsageError` when the data set has no length or no items by
-    index, or is empty. The workers end with the thread that took the first micro-batch, with `close`, or with the
-    iterator.
+    ahead, over the ends of windows and epochs. With `pin` tensors come in page-locked memory, from which a GPU copies
+    them while the host goes on. Raises `UsageError` when the data set has no length or no items by index, or is empty.
+    The workers end with the thread that took the first micro-batch, with `close`, or with the iterator.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class MicroBatchLoader:
         drop_last: bool = False,
         workers: int = 0,
         prefetch: int = 2,
+        pin: bool = False,
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise UsageError(f"data.workers {workers} must be at least 0 and data.prefetch {prefetch} at least 1")
@@ -63,7 +64,7 @@ class MicroBatchLoader:
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._rank, self._world_size = rank, world_size
         self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
-        self._workers, self._prefetch = workers, prefetch
+        self._workers, self._prefetch, self._pin = workers, prefetch, pin
         # What could never work is refused here and not in the middle of a run.
         micro_batches(next_window(0, self.samples, global_batch_size, drop_last), micro_batch_size)
         rank_share(0, rank, world_size)
@@ -88,7 +89,7 @@ class MicroBatchLoader:
         """
         if position < 0:
             raise UsageError(f"position {position} must not be negative")
-        stream = Stream(self._fetcher, self._tasks(position, stop), self._workers, self._prefetch)
+        stream = Stream(self._fetcher, self._tasks(position, stop), self._workers, self._prefetch, pin=self._pin)
         self._streams.add(stream)
         try:
             while not stream.closed and (stop is None or position < stop):

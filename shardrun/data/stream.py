@@ -23,7 +23,7 @@ GRACE_S = 2.0
 class Stream:
     """The micro-batches of an endless list of tasks, in order, from a DataLoader."""
 
-    def __init__(self, fetcher: Fetcher, tasks: Iterator[Task], workers: int, prefetch: int) -> None:
+    def __init__(self, fetcher: Fetcher, tasks: Iterator[Task], workers: int, prefetch: int, *, pin: bool) -> None:
         self._loader: DataLoader[tuple[int, Any]] = DataLoader(
             cast("Dataset[tuple[int, Any]]", fetcher),
             batch_size=None,  # a task is a whole micro-batch
@@ -32,6 +32,7 @@ class Stream:
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=prefetch if workers else None,
+            pin_memory=pin,
             worker_init_fn=prepare_worker if workers else None,
             generator=torch.Generator(),  # otherwise each iterator draws a number from torch's global stream
         )

@@ -87,6 +87,7 @@ class Built:
 def open_communicator(config: Config) -> Communicator:
     """Join the world that the environment describes, as the config's topology says. Every rank calls it."""
     torch.set_num_threads(config.topology.threads_per_rank)
+    torch.set_float32_matmul_precision(config.precision.matmul)
     topology = config.topology
     backend = topology.backend
     if backend == "auto":
@@ -253,6 +254,7 @@ def training_loader(config: Config, recipe: Recipe, comm: Communicator) -> Micro
         drop_last=config.data.drop_last,
         workers=config.data.workers,
         prefetch=config.data.prefetch,
+        pin=comm.device.type == "cuda",
     )
 
 
@@ -272,6 +274,7 @@ def _val_loader(config: Config, recipe: Recipe, comm: Communicator) -> MicroBatc
             shuffle=False,
             workers=config.data.workers,
             prefetch=config.data.prefetch,
+            pin=comm.device.type == "cuda",
         )
     except UsageError as error:
         raise UsageError(f"val split (eval.every, eval.at_end): {error}") from error

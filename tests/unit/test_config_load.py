@@ -15,7 +15,7 @@ from shardrun.comm.config import MAX_TIMEOUT_S
 from shardrun.config.document import MAX_VALUES, read_document
 from shardrun.config.load import differences, from_mapping, load, resolved_yaml
 from shardrun.config.optimizers import AdamW
-from shardrun.config.schema import Config, meaning
+from shardrun.config.schema import ADDED, Config, meaning
 from shardrun.errors import ConfigError
 
 GOOD = """\
@@ -444,6 +444,7 @@ def test_what_does_not_change_results_is_not_in_the_meaning(folder: Path, overri
         ("optimizer.lr=2e-3", "optimizer.lr: saved 0.001, now 0.002"),
         ("run.seed=3", "run.seed: saved 0, now 3"),
         ("train.compile=true", "train.compile: saved false, now true"),
+        ("precision.matmul=high", 'precision.matmul: saved "highest", now "high"'),
         ("topology.world_size=2", "topology.world_size: saved 1, now 2"),
         ("select.include=[a.*]", 'select.include: saved ["*"], now ["a.*"]'),
         ("recipe_args={depth: {n: 3}}", "recipe_args.depth.n: saved not set, now 3"),
@@ -451,6 +452,16 @@ def test_what_does_not_change_results_is_not_in_the_meaning(folder: Path, overri
 )
 def test_what_changes_results_is_named_with_both_values(folder: Path, override: str, line: str) -> None:
     assert differences(meaning(config_with(folder)), meaning(config_with(folder, override))) == [line]
+
+
+def test_a_run_of_an_earlier_release_means_the_same_without_the_keys_that_came_later(folder: Path) -> None:
+    now = meaning(config_with(folder))
+    earlier = {key: value for key, value in now.items() if key not in ADDED}
+    assert len(earlier) == len(now) - len(ADDED)
+    assert differences(earlier, now) == []
+    assert differences(earlier, meaning(config_with(folder, "train.compile=true"))) == [
+        "train.compile: saved false, now true"
+    ]
 
 
 def test_the_length_of_a_run_counts_where_the_schedule_is_stretched_over_it(folder: Path) -> None:

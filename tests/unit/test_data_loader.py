@@ -161,6 +161,14 @@ def test_c107_uneven_ranks() -> None:
     assert window_means(shares) == [1.5, 3.5, 5.0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU tests/gpu looks at the memory itself")
+def test_page_locked_memory_is_asked_for_by_name() -> None:
+    asked = loader(Noisy(6), global_batch_size=2, shuffle=False, pin=True)
+    with pytest.warns(UserWarning, match="pin_memory.*no accelerator"):
+        found = collected(asked, 0, 6)
+    assert [batch[0].tolist() for _, _, batch in found] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_c107_dropping_only_when_asked_and_counted() -> None:
     dropping = in_turn([1.0, 2, 3, 4, 5], 0, 1, 2, drop_last=True)
     assert ids(dropping, 0, 5) == [[1], [3]]
