@@ -143,5 +143,5 @@ def _compared(contender: Contender, config: Config, comm: Communicator, options:
     start: Mapping[str, Tensor] = {}
     if first:
         model = starting_model(config, load_recipe(config.recipe, config.recipe_args), open_world(comm, config))
-        start = distinct_parameters(model)
+        start = {path: parameter.detach() for path, parameter in distinct_parameters(model).items()}
     return {"distance": distance(contender.parameters(), Path(path) if first else None, start)}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from shardrun.bench.contenders import COMPUTE, WHAT, how_to_install
+from shardrun.bench.contenders import COMPUTE, SHARDRUN, WHAT, how_to_install
 from shardrun.bench.rounds import Measured, Rounds, reference_of
 
 LOSS_TOLERANCE = 1e-3
@@ -33,6 +33,8 @@ class Row:
     """To `compute`: the median over the rounds of the ratio of both medians in the same round."""
     beyond_compute_s: float | None = None
     """The same of their difference."""
+    shardrun_ratio: float | None = None
+    """Of shardrun's steps to this one's, in the same way."""
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
     gradient_bytes: int | None = None
@@ -51,21 +53,21 @@ class Row:
 
 def rows(names: Sequence[str], found: Rounds) -> list[Row]:
     """A row for each of `names`, in that order."""
-    reference = reference_of(names)
     return [
-        _row(name, found[name], found[COMPUTE], None if reference is None else found[reference])
+        _row(name, found, reference_of(names))
         if name in found
         else Row(name, WHAT[name], "not installed", f"not installed; {how_to_install(name)}")
         for name in names
     ]
 
 
-def _row(name: str, rounds: Sequence[Measured], floor: Sequence[Measured], reference: Sequence[Measured] | None) -> Row:
+def _row(name: str, found: Rounds, reference: str | None) -> Row:
+    rounds, own = found[name], _medians(found[name])
     steps = [seconds for one in rounds for seconds in one.steps_s]
-    pairs = [(median(own.steps_s), median(under.steps_s)) for own, under in zip(rounds, floor, strict=True)]
     status, why, loss, apart = "floor", None, None, None
     if name != COMPUTE:
-        status, why, loss, apart = _verdict(rounds, reference)
+        status, why, loss, apart = _verdict(rounds, None if reference is None else found[reference])
+    floor = list(zip(own, _medians(found[COMPUTE]), strict=True))
     return Row(
         name,
         WHAT[name],
@@ -73,8 +75,9 @@ def _row(name: str, rounds: Sequence[Measured], floor: Sequence[Measured], refer
         why,
         configuration=rounds[0].ranks[0]["configuration"],
         step_s={"median": median(steps), "min": min(steps), "max": max(steps)},
-        ratio=median(own / under for own, under in pairs),
-        beyond_compute_s=median(own - under for own, under in pairs),
+        ratio=median(seconds / under for seconds, under in floor),
+        beyond_compute_s=median(seconds - under for seconds, under in floor),
+        shardrun_ratio=median(ours / other for ours, other in zip(_medians(found[SHARDRUN]), own, strict=True)),
         tokens_per_s=median(rounds[0].weights) / median(steps),
         peak_bytes=max(one.worst("peak_bytes") for one in rounds),
         gradient_bytes=rounds[0].worst("gradient_bytes"),
@@ -84,6 +87,10 @@ def _row(name: str, rounds: Sequence[Measured], floor: Sequence[Measured], refer
         distance=apart,
         rounds_s=[one.steps_s for one in rounds],
     )
+
+
+def _medians(rounds: Sequence[Measured]) -> list[float]:
+    return [median(one.steps_s) for one in rounds]
 
 
 def _verdict(

@@ -10,10 +10,8 @@ from shardrun.cli.inspect_view import plain_table, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_HEADS = [
-    "", ">step s", ">min", ">max", ">x compute", ">beyond s", ">tokens/s",
-    ">peak memory", ">gradients", ">state", ">first step s", "result",
-]  # fmt: skip
+_SPEED = ["", ">step s", ">min", ">max", ">tokens/s", ">x compute", ">beyond s", ">shardrun / it", "result"]
+_MEMORY = ["", ">peak memory", ">gradients", ">optimizer state", ">first step s"]
 
 
 def bench_view(document: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -25,7 +23,8 @@ def bench_view(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         f"rounds after {document['warmup_steps']} to warm up"
     )
     contenders: Sequence[Mapping[str, Any]] = document["contenders"]
-    yield plain_table(_HEADS, [_row(one) for one in contenders])
+    yield plain_table(_SPEED, [_speed(one) for one in contenders])
+    yield plain_table(_MEMORY, [_memory(one) for one in contenders if one["step_s"] is not None])
     yield "\n".join(_meaning(document))
     yield "\n".join(
         f"{one['name']}: {one['what']}" + (f"\n  {one['configuration']}" if one["configuration"] else "")
@@ -35,26 +34,29 @@ def bench_view(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield "\n".join(void)
 
 
-def _row(one: Mapping[str, Any]) -> list[str]:
+def _speed(one: Mapping[str, Any]) -> list[str]:
     if one["step_s"] is None:
-        return [one["name"], *["-"] * (len(_HEADS) - 2), one["why"]]
-    seconds = one["step_s"]
+        return [one["name"], *["-"] * (len(_SPEED) - 2), one["why"]]
     return [
         one["name"],
-        *(f"{seconds[key]:.4g}" for key in ("median", "min", "max")),
+        *(f"{one['step_s'][key]:.4g}" for key in ("median", "min", "max")),
+        f"{one['tokens_per_s']:,.0f}",
         f"{one['ratio']:.3f}",
         f"{one['beyond_compute_s']:.3g}",
-        f"{one['tokens_per_s']:,.0f}",
-        *(size(one[key]) for key in ("peak_bytes", "gradient_bytes", "state_bytes")),
-        f"{one['first_window_s']:.2f}",
+        f"{one['shardrun_ratio']:.3f}",
         one["status"],
     ]
 
 
+def _memory(one: Mapping[str, Any]) -> list[str]:
+    held = [size(one[key]) for key in ("peak_bytes", "gradient_bytes", "state_bytes")]
+    return [one["name"], *held, f"{one['first_window_s']:.2f}"]
+
+
 def _meaning(document: Mapping[str, Any]) -> Iterator[str]:
     yield "step: of the slowest rank, from fetching its data to the end of its update; median, min, max of all rounds"
-    yield "x compute, beyond: against the median of compute in the same round; the median over the rounds"
-    yield "memory, gradients, state: bytes of the worst rank; first step: from the start of its process"
+    yield "x compute, beyond, shardrun / it: of the medians of the same round; the median over the rounds"
+    yield "memory, gradients, state: of the worst rank; first step: from the start of the process to the end of it"
     if (reference := document["reference"]) is not None:
         tolerance = document["tolerance"]
         yield (

@@ -80,7 +80,7 @@ def test_all_train_the_same_model_and_hold_what_they_should(tmp_path: Path) -> N
 @_here
 def test_deepspeed_trains_the_same_model(tmp_path: Path) -> None:
     ddp, path = reference(tmp_path)
-    found = {name: [ddp] for name in ("ddp", COMPUTE)}
+    found = {name: [ddp] for name in ("ddp", COMPUTE, SHARDRUN)}
     found["deepspeed"] = [measured(tmp_path, "deepspeed", compare_parameters=path)]
     row = rows([COMPUTE, "ddp", "deepspeed"], found)[-1]
     assert (row.status, row.why) == ("valid", None)

@@ -55,6 +55,7 @@ def test_a_row_is_of_the_slowest_rank_and_against_compute_of_the_same_round() ->
     assert row.step_s == pytest.approx({"median": 1.85, "min": 1.2, "max": 2.7})
     assert row.ratio == pytest.approx((1.3 + 1.25) / 2)
     assert row.beyond_compute_s == pytest.approx((0.3 + 0.5) / 2)
+    assert rows(NAMES, found())[2].shardrun_ratio == pytest.approx((1.2 / 1.5 + 2.4 / 3.0) / 2)
     assert row.tokens_per_s == pytest.approx(512 / 1.85)
     assert (row.peak_bytes, row.gradient_bytes, row.state_bytes, row.first_window_s) == (120, 40, 80, 2.0)
     assert [pytest.approx(one) for one in row.rounds_s or ()] == [[1.2, 1.4], [2.3, 2.7]]
