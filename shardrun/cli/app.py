@@ -256,7 +256,9 @@ def plan_command(
 
 @app.command("bench")
 def bench_command(
-    config: ConfigFile,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML config file; with --collectives there is none.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     against: Annotated[
         str | None,
@@ -267,7 +269,13 @@ def bench_command(
         ),
     ] = None,
     world: Annotated[
-        int | None, typer.Option("--world", min=1, help="Number of ranks, each with as much work.", show_default=False)
+        str | None,
+        typer.Option(
+            "--world",
+            metavar="N",
+            help="Number of ranks, each with as much work; of collectives several: 2,4,8.",
+            show_default=False,
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each of them runs, in turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each round.")] = 10,
@@ -279,15 +287,35 @@ def bench_command(
             show_default=False,
         ),
     ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Measure how fast ranks exchange, copy and agree, and nothing else.")
+    ] = False,
+    mib: Annotated[str, typer.Option(metavar="N,...", help="Of collectives: sizes of the buckets.")] = "1,16,256",
+    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="Of collectives.")] = "gloo",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of collectives: keep them there, for `plan --links FILE`.", show_default=False
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the config under shardrun and under its peers, side by side; exit 4 if one computes something else.
 
+    With --collectives: what a step is made of, on this machine and without a config.
+
     Nothing is saved. A recipe is Python code and is run: use only your own or files that you trust.
     """
-    from shardrun.cli import bench as command
 
-    _end(lambda: command.run(config, overrides or [], command.Ask(against, world, rounds, steps, pairs, json)), json)
+    def run() -> int:
+        from shardrun.cli import bench, bench_collectives
+
+        if collectives:
+            return bench_collectives.run(config, bench_collectives.Ask(world, mib, backend, rounds, save, json))
+        ask = bench.Ask(against, bench_collectives.one_world(world), rounds, steps, pairs, json)
+        return bench.run(config, overrides or [], ask)
+
+    _end(run, json)
 
 
 @app.command()

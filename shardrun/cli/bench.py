@@ -30,11 +30,13 @@ class Ask:
     json: bool = False
 
 
-def run(config: Path, overrides: list[str], ask: Ask) -> int:
+def run(config: Path | None, overrides: list[str], ask: Ask) -> int:
     """Measure the config under all contenders and show what came out; 0, or 4 if one has computed something else.
 
     Raises before anything is started: ConfigError, UsageError. Later RanksFailed, or Interrupted.
     """
+    if config is None:
+        raise UsageError("bench: no CONFIG is given; name the config to measure, or --collectives to measure none")
     settings = at_world_size(load(config, overrides), ask.world)
     peers = chosen(ask.against, settings.topology.world_size)
     refuse_incomparable(settings, peers)

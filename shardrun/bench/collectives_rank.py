@@ -1,0 +1,95 @@
+"""What one rank does for `bench --collectives`: every way in which slices can travel, timed side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrun.comm.communicator import Communicator
+from shardrun.comm.config import CommunicatorConfig
+from shardrun.comm.cost_model import AGREEMENT, ALL_REDUCE, COPY, gather_by, reduce_by
+from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam
+from shardrun.run.tether import Tether
+from shardrun.shard.layout import align
+
+_AT_ONCE, _MOST = 16 << 20, 25
+"""Bytes that are sent in a row and timed as one, of small buckets so many at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that all ranks do at once; `times` times in a row are timed as one."""
+
+    name: str
+    """Of its line in the cost model."""
+    nbytes: int
+    """Of the whole bucket."""
+    times: int
+    run: Callable[[], object]
+
+
+def run(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
+    """Join the world, measure as the options of the job say, leave; the result as plain JSON. Every rank calls it."""
+    asked = job["options"]
+    torch.set_num_threads(asked["threads_per_rank"])
+    comm = Communicator.open(CommunicatorConfig.from_env(backend=asked["backend"]))
+    try:
+        cases = measure(comm, asked["sizes"], asked["repeats"])
+        comm.agree("end of the measurement")
+    finally:
+        comm.close()
+    return {"cases": cases, "torch": str(torch.__version__)}
+
+
+def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Time every case in each of `repeats` rounds, after one round to warm up; collective.
+
+    `sizes`: bytes of the buckets, rounded up to whole slices. Returns what each case is, and [begin, end] of this rank
+    in every round, by a clock that all processes of a host share.
+    """
+    cases = [*_cases(comm, sizes), Case(AGREEMENT, 0, _MOST, comm.vote)]
+    spans: list[list[tuple[float, float]]] = [[] for _ in cases]
+    for number in range(1 + repeats):
+        for case, found in zip(cases, spans, strict=True):
+            comm.vote()  # all begin together
+            begin = time.perf_counter()
+            for _ in range(case.times if number else 1):
+                case.run()
+            comm.settle()
+            found.append((begin, time.perf_counter()))
+    return [
+        {"name": case.name, "bytes": case.nbytes, "times": case.times, "spans": found[1:]}
+        for case, found in zip(cases, spans, strict=True)
+    ]
+
+
+def _cases(comm: Communicator, sizes: Sequence[int]) -> Iterator[Case]:
+    """All cases of all sizes, on the same memory."""
+    slices = [align(-(-nbytes // (4 * comm.world_size))) for nbytes in sizes]
+    full = comm.world_size * max(slices)
+    # Zeros stay zeros, however often they are added up; written, because memory that nobody wrote is not there yet.
+    source, target, own = (torch.empty(n, device=comm.device).fill_(0.0) for n in (full, full, max(slices)))
+    for numel in slices:
+        total = comm.world_size * numel
+        times = min(_MOST, max(1, _AT_ONCE // (4 * total)))
+        for name, seam in _ways(comm).items():
+            reduce = partial(seam.reduce, source[:total], own[:numel], contributes=True)
+            yield Case(reduce_by(name), 4 * total, times, reduce)
+            yield Case(gather_by(name), 4 * total, times, partial(seam.gather, target[:total], own[:numel]))
+        yield Case(ALL_REDUCE, 4 * total, times, partial(_all_reduce, target[:total]))
+        yield Case(COPY, 4 * total, times, partial(target[:total].copy_, source[:total]))
+
+
+def _all_reduce(tensor: Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def _ways(comm: Communicator) -> dict[str, SliceSeam]:
+    return {"native": NativeSeam(comm.world_size, comm._group), "exchange": ExchangeSeam(comm._group, comm._state)}

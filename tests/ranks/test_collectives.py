@@ -1,0 +1,34 @@
+"""What one rank of `bench --collectives` does: every case on every rank, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardrun as sr
+from shardrun.bench.collectives_rank import measure
+from tests.support.ranks import run_ranks
+
+MIB = 1 << 20
+
+
+def _measured(comm: sr.Communicator) -> list[dict[str, Any]]:
+    found = measure(comm, [MIB, 1000], repeats=2)
+    comm.agree("afterwards")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_measures_every_case(world_size: int) -> None:
+    ranks = run_ranks(world_size, _measured)
+    plain = [[(case["name"], case["bytes"], case["times"]) for case in cases] for cases in ranks]
+    assert all(one == plain[0] for one in plain)
+    whole = {2: MIB, 3: 3 * 4 * 256 * -(-MIB // (3 * 4 * 256))}[world_size]  # slices of whole multiples of 256 elements
+    least = world_size * 4 * 256
+    assert {nbytes for _, nbytes, _ in plain[0]} == {whole, least, 0}
+    names = ["reduce by native", "gather by native", "reduce by exchange", "gather by exchange", "all_reduce", "copy"]
+    assert [name for name, nbytes, _ in plain[0] if nbytes == whole] == names
+    assert plain[0][-1][:2] == ("agreement", 0)
+    assert all(begin < end for cases in ranks for case in cases for begin, end in case["spans"])
+    assert all(len(case["spans"]) == 2 for cases in ranks for case in cases)
