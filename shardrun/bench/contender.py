@@ -82,15 +82,21 @@ def run_contender(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
     config = from_mapping(job["config"])
     comm = open_communicator(config)
     try:
-        result = _measured(config, comm, job["options"], tether)
+        result = _measured(config, comm, job["options"], tether, Path(job["run_dir"]))
         comm.agree("end of the contender")
     finally:
         comm.close()
     return result
 
 
-def _measured(config: Config, comm: Communicator, options: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
-    contender = _make(options["contender"], config, comm, tether)
+def _measured(
+    config: Config, comm: Communicator, options: Mapping[str, Any], tether: Tether, folder: Path
+) -> dict[str, Any]:
+    contender: Contender
+    if options["contender"] == SHARDRUN:
+        contender = Trained(config, comm, tether, folder)
+    else:
+        contender = PeerRun(peer_class(options["contender"])(make_work(config, comm)), tether)
     stopwatch = Stopwatch(comm.device)
     comm.agree("start of the windows")  # the ranks begin together, and are held together by nothing but their own work
     stopwatch.mark()
@@ -107,12 +113,6 @@ def _measured(config: Config, comm: Communicator, options: Mapping[str, Any], te
         "device": str(comm.device),
     }
     return found | _compared(contender, config, comm, options)
-
-
-def _make(name: str, config: Config, comm: Communicator, tether: Tether) -> Contender:
-    if name == SHARDRUN:
-        return Trained(config, comm, tether)
-    return PeerRun(peer_class(name)(make_work(config, comm)), tether)
 
 
 def peer_class(name: str) -> type[Peer]:

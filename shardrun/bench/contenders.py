@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from shardrun.config.matrices import Factory, Muon
 from shardrun.config.schema import Config
@@ -13,7 +13,7 @@ from shardrun.errors import ConfigError, UsageError
 COMPUTE, SHARDRUN, PLAIN = "compute", "shardrun", "plain"
 WHAT = {
     COMPUTE: "the floor: forward, backward and the whole optimizer on every rank, nothing sent",
-    SHARDRUN: "the trainer of `shardrun train`, saves and validation left out",
+    SHARDRUN: "the trainer of `shardrun train` with its log, without saves and validation",
     PLAIN: "a plain torch loop",
     "ddp": "DistributedDataParallel",
     "zero1": "DistributedDataParallel with ZeroRedundancyOptimizer",
@@ -61,9 +61,9 @@ def at_world_size(config: Config, world_size: int | None) -> Config:
     return config.model_copy(update=update)
 
 
-def refuse_incomparable(config: Config, peers: Sequence[str]) -> None:
-    """ConfigError with everything in the config that not every one of `peers` can do alike."""
-    if peers and (problems := list(_problems(config))):
+def refuse_incomparable(config: Config) -> None:
+    """ConfigError with everything in the config that not every contender can do alike."""
+    if problems := list(_problems(config)):
         raise ConfigError([f"bench: {text}" for text in problems])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def run_pairs(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
     """Train as many pairs as the job says (an even number); the times of each, and whether both ended alike."""
     config, count = from_mapping(job["config"]), int(job["options"]["pairs"])
     comm = open_communicator(config)
-    trained, plain = Trained(config, comm, tether), Plain(make_work(config, comm))
+    trained = Trained(config, comm, tether, Path(job["run_dir"]))
+    plain = Plain(make_work(config, comm))
     pairs = Pairs(plain)
     trained.train(count, pairs.ended)
     ours = dict(trained.parameters())

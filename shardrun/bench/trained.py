@@ -1,9 +1,8 @@
-"""shardrun's own row: the trainer of `shardrun train`, with a stopwatch in place of its log."""
+"""shardrun's own row: the trainer of `shardrun train`, log and all, with a stopwatch beside it."""
 
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from torch import Tensor
 from shardrun.bench.measure import Stopwatch
 from shardrun.comm.communicator import Communicator
 from shardrun.config.schema import Config
+from shardrun.errors import UsageError
 from shardrun.run.build import Built, build
 from shardrun.run.journal import Journal
+from shardrun.run.metrics import MetricsFile
 from shardrun.run.model import distinct_parameters
 from shardrun.run.progress import Progress
 from shardrun.run.state import Lineage
@@ -24,31 +25,33 @@ from shardrun.run.trainer import Plan, Trainer
 
 
 class Windows(Journal):
-    """A journal that writes nothing, and is told of every window as it ends."""
+    """A journal that besides tells somebody of every window as it ends."""
 
-    def __init__(self, tether: Tether, ended: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__(tether)
+    def __init__(self, tether: Tether, metrics: MetricsFile | None, ended: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(tether, metrics)
         self._ended = ended
 
     def window(
         self, row: Mapping[str, Any], seconds: float, device: torch.device, *, shown: bool, total_steps: int | None
     ) -> None:
-        """The end of a window."""
+        """A window is done and written down."""
+        super().window(row, seconds, device, shown=shown, total_steps=total_steps)
         self._ended(row)
 
 
 class Trained:
-    """The trainer over everything that `build` makes of the config."""
+    """The trainer over everything that `build` makes of the config; it logs into `folder`."""
 
-    def __init__(self, config: Config, comm: Communicator, tether: Tether) -> None:
+    def __init__(self, config: Config, comm: Communicator, tether: Tether, folder: Path) -> None:
         self.built: Built = build(config, comm)
         self._tether = tether
+        self._folder = folder
 
     @property
     def configuration(self) -> str:
         """How it is set up."""
-        (group,) = self.built.groups
-        return f"strategy {group.sharded.strategy}, fail-closed step, seam {self.built.comm.seam}"
+        strategies = {group.sharded.strategy for group in self.built.groups}
+        return f"strategy {', '.join(sorted(strategies))}; fail-closed step; seam {self.built.comm.seam}"
 
     def run(self, count: int, stopwatch: Stopwatch) -> list[tuple[float, int]]:
         """Train `count` windows; mean loss and weight of each. Collective."""
@@ -57,16 +60,25 @@ class Trained:
         def ended(row: Mapping[str, Any]) -> None:
             stopwatch.mark()
             losses.append((math.nan if row["loss"] is None else row["loss"], row["tokens"]))
-            self._tether.status.set(row["step"] + 1, "window", 0)
 
         self.train(count, ended)
+        if len(losses) < count:
+            raise UsageError(
+                f"the run of the config ends after {len(losses)} windows, and {count} are to be trained; give fewer "
+                "--steps, or more epochs or tokens"
+            )
         return losses
 
     def train(self, count: int, ended: Callable[[Mapping[str, Any]], None]) -> None:
         """Train `count` windows; `ended` is told of each. Collective."""
-        plan = Plan(Path(tempfile.gettempdir()), end_at=count, saves=False)
-        lineage = Lineage("bench", "bench", None, None)
-        Trainer(self.built, self._tether, plan, Progress(), lineage, Windows(self._tether, ended)).run()
+        comm, status = self.built.comm, self._tether.status
+        metrics = MetricsFile(self._folder, 0, later=False) if comm.rank == 0 else None
+        journal = Windows(self._tether, metrics, ended)
+        plan, lineage = Plan(self._folder, end_at=count, saves=False), Lineage("bench", "bench", None, None)
+        trainer = Trainer(self.built, self._tether, plan, Progress(), lineage, journal)
+        comm.observer = lambda phase, collective: status.set(trainer.current_step, phase, collective)
+        trainer.run()
+        journal.close()
 
     @property
     def gradient_bytes(self) -> int:

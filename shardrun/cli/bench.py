@@ -39,7 +39,7 @@ def run(config: Path | None, overrides: list[str], ask: Ask) -> int:
         raise UsageError("bench: no CONFIG is given; name the config to measure, or --collectives to measure none")
     settings = at_world_size(load(config, overrides), ask.world)
     peers = chosen(ask.against, settings.topology.world_size)
-    refuse_incomparable(settings, peers)
+    refuse_incomparable(settings)
     if ask.pairs is not None:
         require_pairable(settings, ask.pairs)
         with scratch_folder() as scratch:
