@@ -241,6 +241,12 @@ def plan_command(
         float | None,
         typer.Option(min=0, help="Seconds of forward and backward of a micro-batch on free cores.", show_default=False),
     ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What `bench CONFIG --json` wrote: take compute from it.", show_default=False
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what a run would hold, send and save on each rank, without starting it or taking memory for the model.
@@ -251,7 +257,7 @@ def plan_command(
     """
     from shardrun.cli import plan as command
 
-    _end(lambda: command.run(config, overrides or [], command.Ask(world, links, compute_s, json)), json)
+    _end(lambda: command.run(config, overrides or [], command.Ask(world, links, compute_s, bench, json)), json)
 
 
 @app.command("bench")

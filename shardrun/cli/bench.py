@@ -63,6 +63,8 @@ def _compare(settings: Config, names: tuple[str, ...], asked: Asked, scratch: Pa
     return {
         "world_size": settings.topology.world_size,
         "threads_per_rank": settings.topology.threads_per_rank,
+        "micro_batch_size": settings.train.micro_batch_size,
+        "global_batch_size": settings.train.global_batch_size,
         "device": found[COMPUTE][0].ranks[0]["device"],
         "rounds": asked.rounds,
         "steps": asked.steps,

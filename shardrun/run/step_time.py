@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardrun.comm.cost_model import AGREEMENT, COPY, Links, gather_by, reduce_by
-from shardrun.data.order import rank_share
 from shardrun.errors import UsageError
 from shardrun.optim.table import Elementwise
-from shardrun.run.plan import Planned, PlannedGroup
-from shardrun.shard.flat_buffer import DTYPES
+from shardrun.run.compute_time import Compute, micro_batches
+from shardrun.run.plan import Planned
+from shardrun.run.traffic import memory_traffic
 from shardrun.step.footprint import RankBytes
 
 _WAYS = ("shared", "exchange", "native")
@@ -51,19 +51,18 @@ class StepTime:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def predict(planned: Planned, links: Links, micro_batch_s: float | None) -> StepTime:
+def predict(planned: Planned, links: Links, compute: Compute | None) -> StepTime:
     """The step of a planned run, all ranks on one host such as `links` were measured on.
 
-    `micro_batch_s`: seconds of forward and backward of one micro-batch on a rank that has its cores to itself; None:
-    what comes beside compute. UsageError where the links lack what the step is made of.
+    Without `compute`: what comes beside it. UsageError where the links lack what the step is made of.
     """
     way = _way(planned, links)
     slowest = max(
         (list(_terms_of(planned, links, way, held)) for _, _, held in planned.ranks()),
         key=lambda terms: sum(term.seconds for term in terms),
     )
-    terms = [] if micro_batch_s is None else [_compute(planned, links, micro_batch_s)]
-    return StepTime((*terms, *slowest), way, tuple(_notes(planned, links, micro_batch_s)))
+    terms = [] if compute is None else [_compute(planned, links, compute)]
+    return StepTime((*terms, *slowest), way, tuple(_notes(planned, links, compute)))
 
 
 def _way(planned: Planned, links: Links) -> str:
@@ -82,13 +81,13 @@ def _way(planned: Planned, links: Links) -> str:
     return way
 
 
-def _compute(planned: Planned, links: Links, micro_batch_s: float) -> Term:
+def _compute(planned: Planned, links: Links, compute: Compute) -> Term:
     train, ranks = planned.config.train, planned.world_size
-    count = max(len(rank_share(-(-train.global_batch_size // train.micro_batch_size), r, ranks)) for r in range(ranks))
+    count = micro_batches(train.global_batch_size, train.micro_batch_size, ranks)
     crowd = links.crowd(ranks)
     shared = f" x {crowd:g} ({ranks} ranks on {links.cores} cores)" if crowd > 1 else ""
-    words = f"{count} micro-batch{'es' * (count != 1)} x {1000 * micro_batch_s:,.4g} ms{shared}"
-    return Term("compute", count * micro_batch_s * crowd, words)
+    words = f"{count} micro-batch{'es' * (count != 1)} x {1000 * compute.seconds:,.4g} ms{shared}, {compute.source}"
+    return Term("compute", count * compute.seconds * crowd, words)
 
 
 def _terms_of(planned: Planned, links: Links, way: str, held: Mapping[str, RankBytes]) -> Iterator[Term]:
@@ -114,34 +113,18 @@ def _terms_of(planned: Planned, links: Links, way: str, held: Mapping[str, RankB
     if calls:
         yield Term("gather", sums["gather"], f"{buckets_told}, {_mb(sent_g)} sent by each rank, by {way}")
     if ranks > 1:
-        seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds)
-        yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks")
-
-
-def memory_traffic(group: PlannedGroup, held: RankBytes) -> int:
-    """Bytes that the step of a group reads and writes in the memory of one rank, beside what it sends.
-
-    On its slice: normalise (read, write) and norm (read) of the gradient; the proposal (gradient, parameters and state
-    read, new parameters written); the commit (all read, parameters and state written). Then staging to parameters. A
-    group of one rank has neither proposal nor staging. Scratch stays in the cache and is not counted.
-    """
-    share = held.in_step / max(1, sum(one.in_step for one in group.footprint.held))
-    weights = sum(spec.numel * DTYPES[spec.dtype].itemsize for spec in group.footprint.draft.specs.values())
-    gradient, own = 4 * group.elements * share, weights * share
-    committed = gradient + 2 * (own + held.state)
-    if len(group.ranks) == 1:
-        return int(3 * gradient + committed)
-    return int(3 * gradient + (gradient + held.state + 2 * own) + committed + 2 * weights)
+        seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds) + links.seconds(gather_by(way), 0, ranks)
+        yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks, and the losses for the log")
 
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f} MB"
 
 
-def _notes(planned: Planned, links: Links, micro_batch_s: float | None) -> Iterator[str]:
+def _notes(planned: Planned, links: Links, compute: Compute | None) -> Iterator[str]:
     ranks, worlds = planned.world_size, links.worlds
-    if micro_batch_s is None:
-        yield "compute is not known and not in the sum: give --compute-s"
+    if compute is None:
+        yield "compute is not known and not in the sum: give --compute-s or --bench"
     if ranks > 1 and not worlds[0] <= ranks <= worlds[-1]:
         told = ", ".join(map(str, worlds))
         yield f"links were measured on {told} ranks: {ranks} are beyond them, on one host that is like it"

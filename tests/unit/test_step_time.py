@@ -13,11 +13,14 @@ from shardrun.cli.app import app
 from shardrun.comm.cost_model import AGREEMENT, COPY, Line, Links, gather_by, reduce_by, save_links
 from shardrun.config.load import load
 from shardrun.errors import UsageError
+from shardrun.run.compute_time import Compute, compute_of_bench
 from shardrun.run.plan import plan
-from shardrun.run.step_time import StepTime, memory_traffic, predict
+from shardrun.run.step_time import StepTime, predict
+from shardrun.run.traffic import memory_traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = CONFIGS / "quickstart.yaml"
+TENTH = Compute(0.1, "as given")
 
 
 def links(cores: int | None = 2, backend: str = "gloo", way: str = "exchange") -> Links:
@@ -40,14 +43,14 @@ def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None
     planned = plan(load(QUICK, [f"topology.world_size={world}"]))
     _, _, held = next(planned.ranks())
     one, (group,) = held["default"], planned.groups
-    found = predict(planned, links(), 0.1)
+    found = predict(planned, links(), TENTH)
     assert seconds(found) == pytest.approx(
         {
             "compute": crowd * 0.1 * 4 / min(world, 4),  # 4 micro-batches over the world; of 8 ranks half have none
             "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_sent),  # 2 buckets: what decays, and the norms
             "optimizer": crowd * 4e-9 * memory_traffic(group, one) / 2,
             "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_sent),
-            "agreements": crowd * 4 * agreement,
+            "agreements": crowd * (4 * agreement + 2e-2),  # and the losses for the log, gathered
         }
     )
     assert found.seconds == pytest.approx(sum(seconds(found).values()))
@@ -56,16 +59,16 @@ def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None
 
 def test_without_compute_the_rest_is_told() -> None:
     planned = plan(load(QUICK))
-    found, whole = (predict(planned, links(), compute) for compute in (None, 0.0))
+    found, whole = (predict(planned, links(), compute) for compute in (None, Compute(0.0, "")))
     assert "compute" not in seconds(found)
     assert found.seconds == whole.seconds
-    assert found.notes == ("compute is not known and not in the sum: give --compute-s",)
+    assert found.notes == ("compute is not known and not in the sum: give --compute-s or --bench",)
 
 
 def test_one_rank_sends_nothing_and_stages_nothing() -> None:
     planned = plan(load(QUICK, ["topology.world_size=1"]))
     (group,) = planned.groups
-    found = predict(planned, links(), 0.1)
+    found = predict(planned, links(), TENTH)
     assert list(seconds(found)) == ["compute", "optimizer"]
     # per element: 12 bytes of gradient, then 4 read of it, and 8 of the parameter and 16 of both moments
     (held,) = group.footprint.held
@@ -90,27 +93,62 @@ def test_subgroups_share_the_cores_with_the_whole_world() -> None:
     assert found["reduce"] == pytest.approx(
         2 * sum(1e-2 * buckets[name] + 1e-9 * one.reduce_sent for name, one in held.items())
     )
-    assert found["agreements"] == pytest.approx(2 * 7 * (1e-3 + 2e-3 / 3))
+    assert found["agreements"] == pytest.approx(2 * (7 * (1e-3 + 2e-3 / 3) + 2e-2))
 
 
 def test_of_devices_each_rank_has_its_own() -> None:
     planned = plan(load(QUICK, ["topology.world_size=8"]))
-    found = predict(planned, links(cores=None, backend="nccl", way="native"), 0.1)
+    found = predict(planned, links(cores=None, backend="nccl", way="native"), TENTH)
     assert (found.way, seconds(found)["compute"]) == ("native", 0.1)
 
 
 def test_what_was_not_measured_is_told() -> None:
     planned = plan(load(QUICK, ["topology.world_size=16", "topology.threads_per_rank=2"]))
-    beyond, threads = predict(planned, links(), 0.1).notes
+    beyond, threads = predict(planned, links(), TENTH).notes
     assert beyond == "links were measured on 2, 8 ranks: 16 are beyond them, on one host that is like it"
     assert threads == "links were measured with 1 threads per rank, the config has 2"
-    (muon,) = predict(plan(load(CONFIGS / "muon.yaml")), links(), 0.1).notes
+    (muon,) = predict(plan(load(CONFIGS / "muon.yaml")), links(), TENTH).notes
     assert muon == "the arithmetic of muon on whole matrices is not in it, only the memory that it touches"
     bare = Links("gloo", 2, 1, {COPY: {2: Line(0.0, 1e-9)}})
     with pytest.raises(UsageError, match=r"no line of agreement was measured"):
-        predict(planned, bare, 0.1)
+        predict(planned, bare, TENTH)
     with pytest.raises(UsageError, match=r"found ways exchange, expected one of native"):
-        predict(planned, links(backend="nccl"), 0.1)
+        predict(planned, links(backend="nccl"), TENTH)
+
+
+# ---- compute from a comparison ---------------------------------------------------------------------------------------
+
+
+def bench(folder: Path, **change: Any) -> Path:
+    path = folder / "bench.json"
+    row = {"name": "compute", "step_s": {"median": 1.0}}
+    document = {"world_size": 4, "micro_batch_size": 8, "global_batch_size": 64, "contenders": [{"name": "ddp"}, row]}
+    path.write_text(json.dumps({**document, **change}))
+    return path
+
+
+def test_compute_is_taken_from_the_floor_of_a_comparison(tmp_path: Path) -> None:
+    """On 4 ranks and 2 cores, each with 2 micro-batches and the whole optimizer: 28 bytes per parameter with AdamW."""
+    config = load(QUICK)
+    (group,) = plan(config).groups
+    optimizer_s = 4e-9 * 28 * group.elements / 2
+    found = compute_of_bench(bench(tmp_path), config, links())
+    assert found.seconds == pytest.approx((1.0 / 2 - optimizer_s) / 2, rel=1e-3)
+    assert found.source == "from compute on 4 ranks in bench.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"contenders": []}, "not what `shardrun bench CONFIG --json` wrote: ValueError"),
+        ({"world_size": None}, "TypeError"),
+        ({"micro_batch_size": 4}, "measured with train.micro_batch_size 4, the config has 8"),
+        ({"contenders": [{"name": "compute", "step_s": {"median": 1e-6}}]}, "it was measured of another config"),
+    ],
+)
+def test_another_comparison_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        compute_of_bench(bench(tmp_path, **change), load(QUICK), links())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -127,8 +165,8 @@ def test_the_command_shows_every_term_and_the_sum(tmp_path: Path) -> None:
     shown = run(*words)
     assert shown.exit_code == 0, shown.output
     lines = [" ".join(line.split()) for line in shown.output.splitlines()]
-    assert "compute 400.00 1 micro-batch x 100 ms x 4 (8 ranks on 2 cores)" in lines
-    assert "agreements 48.00 4 rounds over all ranks" in lines
+    assert "compute 400.00 1 micro-batch x 100 ms x 4 (8 ranks on 2 cores), as given" in lines
+    assert "agreements 128.00 4 rounds over all ranks, and the losses for the log" in lines
     found = json.loads(run(*words, "--json").stdout)["step_time"]
     assert [term["name"] for term in found["terms"]] == ["compute", "reduce", "optimizer", "gather", "agreements"]
     assert found["seconds"] == pytest.approx(sum(term["seconds"] for term in found["terms"]))
@@ -140,5 +178,7 @@ def test_the_command_refuses_half_of_it(tmp_path: Path) -> None:
     alone = run("--compute-s", "0.1")
     assert alone.exit_code == 2
     assert "give both" in alone.output
+    both = run("--links", "links.json", "--compute-s", "0.1", "--bench", "bench.json")
+    assert (both.exit_code, "give one of them" in both.output) == (2, True)
     absent = run("--links", str(tmp_path / "absent.json"))
     assert (absent.exit_code, "absent.json: No such file" in absent.output) == (5, True)
