@@ -22,7 +22,7 @@ class PendingSave:
     """
 
     def __init__(self, comm: Communicator, stages: Stages) -> None:
-        """The first work of `stages` copies what the others need of live tensors."""
+        """The first work of `stages` copies what the later ones need of live tensors."""
         self._comm = comm
         self._stages = stages
         self._task = self._copying = _Task(next(stages))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardrun.checkpoint.background import PendingSave
-from shardrun.checkpoint.plan import agree_on_plan
-from shardrun.checkpoint.protocol import Saved, Stages, Work, run_stages, stages_of_save
+from shardrun.checkpoint.protocol import Saved, Stages, run_stages, stages_of_save
 from shardrun.checkpoint.retention import Retention
 from shardrun.checkpoint.snapshot import Snapshot, plan_of
 from shardrun.comm.communicator import Communicator
@@ -34,9 +33,7 @@ def save(
     `fence`: the token of the RunLock that this run holds, see [Note: fencing]. Extra memory: one tensor at a time.
     CheckpointError: full or broken disk (folder, bytes needed and free), folder not shared, ranks that differ.
     """
-    retention = Retention(keep, keep_every)
-    plan = agree_on_plan(comm, lambda: plan_of(snapshot, comm.rank, comm.world_size))
-    return run_stages(comm, stages_of_save(run_dir, comm, plan, retention, fence))
+    return run_stages(comm, _stages(run_dir, comm, lambda: snapshot, Retention(keep, keep_every), fence))
 
 
 def begin_save(
@@ -53,14 +50,10 @@ def begin_save(
     `take` is called in the background and gives a snapshot of memory of its own: the live tensors that it copies must
     not change before `PendingSave.hold` has returned. Extra memory until the save is over: what this rank writes.
     """
-    retention = Retention(keep, keep_every)
-    return PendingSave(comm, _take_and_save(run_dir, comm, take, retention, fence))
+    return PendingSave(comm, _stages(run_dir, comm, take, Retention(keep, keep_every), fence))
 
 
-def _take_and_save(
+def _stages(
     run_dir: Path, comm: Communicator, take: Callable[[], Snapshot], retention: Retention, fence: int | None
 ) -> Stages:
-    taken: list[Snapshot] = []
-    yield Work("checkpoint taken", lambda: taken.append(take()))
-    plan = agree_on_plan(comm, lambda: plan_of(taken.pop(), comm.rank, comm.world_size))
-    return (yield from stages_of_save(run_dir, comm, plan, retention, fence))
+    return stages_of_save(run_dir, comm, lambda: plan_of(take(), comm.rank, comm.world_size), retention, fence)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrun.checkpoint.manifest import canonical_json, sha256
-from shardrun.checkpoint.together import together
 from shardrun.errors import CheckpointError
 from shardrun.records.header import TensorBytes, planned_bytes
-
-if TYPE_CHECKING:
-    from shardrun.comm.communicator import Communicator
 
 PARAM_SHA256 = "param_sha256"
 _SHORT = 300
@@ -54,26 +50,24 @@ class Plan:
     groups: Mapping[str, Any] = field(default_factory=dict)
 
 
-def agree_on_plan(comm: Communicator, make: Callable[[], Plan]) -> Plan:
-    """The plan that `make` gives, once all ranks have shown the same step, sections, model and groups; collective."""
-    made: list[Plan] = []
+def shown(plan: Plan) -> dict[str, Any]:
+    """What a rank shows the others of its plan, as plain JSON; CheckpointError if it could not stand in a manifest."""
+    return {"needed": plan.needed, "sections": _brief_sections(plan.sections), "groups": plan.groups}
 
-    def describe() -> dict[str, Any]:
-        made.append(make())
-        brief = _brief_sections(made[0].sections)
-        return {"needed": made[0].needed, "sections": brief, "groups": made[0].groups}
 
-    answers = together(comm, "checkpoint plan", describe)
+def agreed(plan: Plan, answers: list[dict[str, Any]]) -> Plan:
+    """The plan of this rank with what those of all ranks add to it. `answers`: what `shown` gave, by rank;
+    CheckpointError on all of them unless all have the same step, sections, model and groups."""
     found = [
         f"{key}: rank 0 has {answers[0]['sections'].get(key, 'nothing')}, rank {rank} has {value}"
         for rank, answer in enumerate(answers)
         for key, value in _differing(answers[0]["sections"], answer["sections"]).items()
     ]
     if found:
-        raise CheckpointError(f"step {made[0].step} is not saved because the ranks differ: " + "; ".join(found))
+        raise CheckpointError(f"step {plan.step} is not saved because the ranks differ: " + "; ".join(found))
     groups = {name: group for answer in answers for name, group in answer["groups"].items()}
-    sections = {**made[0].sections, "groups": {**made[0].sections["groups"], **groups}}
-    return replace(made[0], needed=sum(answer["needed"] for answer in answers), sections=sections)
+    sections = {**plan.sections, "groups": {**plan.sections["groups"], **groups}}
+    return replace(plan, needed=sum(answer["needed"] for answer in answers), sections=sections)
 
 
 def _brief_sections(sections: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The way of a save from an agreed plan to a published checkpoint, as work between meetings; needs no torch."""
+"""The way of a save from a plan to a published checkpoint, as work between meetings; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardrun.checkpoint.plan import Plan
+from shardrun.checkpoint.plan import Plan, agreed, shown
 from shardrun.checkpoint.publish import Order, publish
 from shardrun.checkpoint.retention import Retention
 from shardrun.checkpoint.staging import abandoned_on_error, joined_entries, joined_sections, open_staging, write_files
@@ -50,9 +50,18 @@ throws into it what that raises. So both ways of saving are one protocol, and on
 """
 
 
-def stages_of_save(run_dir: Path, comm: Communicator, plan: Plan, retention: Retention, fence: int | None) -> Stages:
-    """Steps 2 to 6 of a save; collective up to the first work, which is to write this rank's files."""
-    started = time.monotonic()
+def stages_of_save(
+    run_dir: Path, comm: Communicator, make: Callable[[], Plan], retention: Retention, fence: int | None
+) -> Stages:
+    """A save from its plan, which is the first work, to the published checkpoint."""
+    started, made = time.monotonic(), list[Plan]()
+
+    def propose() -> dict[str, Any]:
+        made.append(make())
+        return shown(made[0])
+
+    answers = yield Work("checkpoint plan", propose)
+    plan = agreed(made.pop(), answers)
     staging = open_staging(run_dir, comm, plan, fence)
     with abandoned_on_error(staging, comm):
         written = yield Work("checkpoint files", lambda: write_files(staging, plan))

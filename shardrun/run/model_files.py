@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from shardrun.errors import CheckpointError, by_all
 from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built
 from shardrun.run.model import distinct_parameters, named_tensors
-from shardrun.run.replicas import digests_of, joint_digest
+from shardrun.run.replicas import CHUNK, FORMER_CHUNK, digests_of, joint_digest
 
 
 def model_parts(comm: Communicator, model: Mapping[str, Tensor], aliases: Mapping[str, str]) -> ModelParts:
@@ -84,32 +85,42 @@ def shared_parts(
 def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:
     """What changed in the memory of a rank between the agreement of a save and its writing is in a file that is sound.
 
-    Collective over the world where ranks have different parts of the model. All ranks have read the same bytes, so one
-    looks at each file: the first that has all of what is in it.
+    Collective over the world. All ranks have read the same bytes, so one looks at each file: where ranks have different
+    parts of the model, the first that has all of what is in it; else they take turns.
     """
-    saved = loaded.manifest["param_sha256"]
-    # The first saves of this format hashed every byte of the parameters, later ones the digests that ranks compare.
-    found = _parameters_digest(built, loaded, lambda tensors: joint_digest(digests_of(tensors)))
-    if found in (None, saved) or _parameters_digest(built, loaded, tensors_sha256) == saved:
-        return []
-    assert found is not None
+    saved, found = loaded.manifest["param_sha256"], ""
+    for way in _WAYS:
+        found = _parameters_digest(built, loaded, way) or saved
+        if found == saved:
+            return []
     return [
         f"its parameters (digest {found[:16]}) are not those that the ranks agreed on when it was saved "
         f"({saved[:16]}); go on from an older one with --resume-from, and look for faulty memory"
     ]
 
 
+def _of_chunks(chunk: int, tensors: Mapping[str, Tensor]) -> str:
+    return joint_digest(digests_of(tensors, chunk))
+
+
+# Of format 2, which a reshard makes of format 1; of format 1; and of its first saves, which hashed every byte.
+_WAYS: Sequence[Callable[[Mapping[str, Tensor]], str]] = (
+    partial(_of_chunks, CHUNK),
+    partial(_of_chunks, FORMER_CHUNK),
+    tensors_sha256,
+)
+
+
 def _parameters_digest(built: Built, loaded: Loaded, of: Callable[[Mapping[str, Tensor]], str]) -> str | None:
-    """One digest of what was read of all files of the model; None where another rank looks, or nobody can."""
+    """One digest of what was read of all files of the model; None where nobody can look at one of them."""
     parameters, mine = distinct_parameters(built.model), named_tensors(built.model).keys()
-    readers = {path: held for path, held in loaded.model_files.items() if mine >= {*held}}
+    files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
+    turns = files if built.in_parts else files[built.comm.rank :: built.comm.world_size]
     digests = {
         path: of({name: loaded.model[name] for name in parameters if name in held})
-        for path, held in (readers if built.in_parts or built.comm.rank == 0 else {}).items()
+        for path, held in loaded.model_files.items()
+        if path in turns and mine >= {*held}
     }
-    every = built.comm.agree("parameter digests", digests) if built.in_parts else [digests]
-    if not built.in_parts and built.comm.rank != 0:
-        return None
-    files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
+    every = built.comm.agree("parameter digests", digests)
     found = [next((one[path] for one in every if path in one), "") for path in files]
     return joined_digest(found) if all(found) else None

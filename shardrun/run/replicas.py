@@ -5,7 +5,7 @@ a recipe that writes to a parameter of its own rank. Every step overwrites the t
 of their owners, so that what happens between two comparisons may be made good, or reach all ranks alike: then no
 comparison finds it any more. Hence it comes before an update, not after it, and before every save.
 
-[Note: the digest] Each chunk of 16384 words of 64 bits is multiplied by odd random numbers and summed modulo 2**64; the
+[Note: the digest] Each chunk of 1024 words of 64 bits is multiplied by odd random numbers and summed modulo 2**64; the
 sums are hashed. The numbers are odd, so any change within one word changes its sum for certain; any other change does
 but for an accident. Unlike a cryptographic hash this runs at the speed of memory, and on the device.
 """
@@ -26,8 +26,11 @@ from shardrun.errors import DivergenceError, by_all
 from shardrun.run.model import distinct_parameters
 
 Spread = tuple[Communicator, Collection[str]]
-_CHUNK = 1 << 14  # words; the numbers that they are multiplied by stay in a core's cache
-_ROWS = 1 << 8  # chunks at a time on a device, whose products are written out
+CHUNK = 1 << 10
+"""Words; the numbers that they are multiplied by stay in a core's first cache."""
+FORMER_CHUNK = 1 << 14
+"""Of the parameter digests in checkpoints of format 1."""
+_WORDS = 1 << 22  # at a time on a device, whose products are written out
 
 
 def compare_replicas(
@@ -78,9 +81,9 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
     return digests_of({path: parameter.data for path, parameter in distinct_parameters(model).items()})
 
 
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def digests_of(tensors: Mapping[str, Tensor], chunk: int = CHUNK) -> dict[str, str]:
     """The digest of each tensor; local."""
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+    return {name: digest(tensor, chunk) for name, tensor in tensors.items()}
 
 
 def joint_digest(digests: Mapping[str, str]) -> str:
@@ -88,7 +91,7 @@ def joint_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{name} {one}" for name, one in digests.items()).encode()).hexdigest()
 
 
-def digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor, chunk: int = CHUNK) -> str:
     """64 bits (hex) of shape, dtype and all bytes of `tensor`, see [Note: the digest]; on any device, local."""
     content = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -96,9 +99,9 @@ def digest(tensor: Tensor) -> str:
         raw = raw.clone()  # words have to begin where memory can be read as such
     whole = raw.numel() // 8 * 8
     words = raw[:whole].view(torch.int64)
-    chunks = len(words) // _CHUNK * _CHUNK
-    numbers = _numbers(tensor.device)
-    rows = words[:chunks].view(-1, _CHUNK)
+    chunks = len(words) // chunk * chunk
+    numbers = _numbers(tensor.device)[:chunk]
+    rows = words[:chunks].view(-1, chunk)
     sums = [torch.mv(rows, numbers)] if rows.device.type == "cpu" else _sums(rows, numbers)
     rest = words[chunks:]
     sums.append((rest * numbers[: len(rest)]).sum().reshape(1))
@@ -109,14 +112,15 @@ def digest(tensor: Tensor) -> str:
 
 def _sums(rows: Tensor, numbers: Tensor) -> list[Tensor]:
     """As torch.mv, which CUDA has not for integers; sums overflow, which is meant."""
-    return [(rows[at : at + _ROWS] * numbers).sum(1) for at in range(0, len(rows), _ROWS)]
+    some = _WORDS // len(numbers)
+    return [(rows[at : at + some] * numbers).sum(1) for at in range(0, len(rows), some)]
 
 
 @cache
 def _numbers(device: torch.device) -> Tensor:
-    """(_CHUNK,) int64, odd and random; the same in every process."""
+    """(FORMER_CHUNK,) int64, odd and random; the same in every process."""
     generator = torch.Generator().manual_seed(20261)
-    return (torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator) | 1).to(device)
+    return (torch.randint(-(2**63), 2**63 - 1, (FORMER_CHUNK,), generator=generator) | 1).to(device)
 
 
 def _sides(held: Mapping[int, str]) -> str:

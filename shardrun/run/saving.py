@@ -112,7 +112,7 @@ class Saving:
             take = snapshot_aside(built, progress, lineage, compared)
             self._pending = begin_save(self.run_dir, built.comm, take, **keeps)
         else:
-            self._published(save(self.run_dir, built.comm, snapshot_of(built, progress, lineage), **keeps))
+            self._published(save(self.run_dir, built.comm, snapshot_of(built, progress, lineage, compared), **keeps))
 
     @property
     def _in_background(self) -> bool:

@@ -51,10 +51,18 @@ class Lineage:
     fence: int | None
 
 
-def snapshot_of(built: Built, progress: Progress, lineage: Lineage) -> Snapshot:
-    """Everything that the next step depends on, to be saved before anything goes on; collective."""
+def snapshot_of(
+    built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str] | None = None
+) -> Snapshot:
+    """Everything that the next step depends on, to be saved before anything goes on; collective.
+
+    `compared`: digests of the parameters that the ranks have just compared, if they have. They are what the checkpoint
+    says of its parameters: what changes before it is written is found at the load.
+    """
     built.comm.agree("buffers to save", error=_grown_buffers(built))
-    return replace(_without_record(built, progress, lineage, {}), records=_records(built))
+    now = _without_record(built, progress, lineage)
+    names = [*distinct_parameters(built.model)]
+    return replace(now, records=_records(built), param_sha256=partial(_joint_digest, names, compared or {}))
 
 
 def snapshot_aside(
@@ -67,8 +75,8 @@ def snapshot_aside(
     now; whoever writes one finds out if it was not copied as it was.
     """
     grown = _grown_buffers(built)
-    now = _without_record(built, progress, lineage, compared)
-    parameters = distinct_parameters(built.model)
+    now, parameters = _without_record(built, progress, lineage), distinct_parameters(built.model)
+    proven = partial(_proven_digest, progress.step, [*parameters], compared)
     own = {name: host_copy(tensor) for name, tensor in now.rank_state.items()}
     buffers = {name: host_copy(tensor) for name, tensor in now.model.items() if name not in parameters}
 
@@ -80,12 +88,12 @@ def snapshot_aside(
         records = _records(built)
         for record in records.values():
             record.tensors = {name: tensor.cpu() for name, tensor in record.tensors.items()}
-        return replace(now, model={**now.model, **copied}, records=records, rank_state=own)
+        return replace(now, model={**now.model, **copied}, records=records, rank_state=own, param_sha256=proven)
 
     return take
 
 
-def _without_record(built: Built, progress: Progress, lineage: Lineage, compared: Mapping[str, str]) -> Snapshot:
+def _without_record(built: Built, progress: Progress, lineage: Lineage) -> Snapshot:
     aliases = tied_names(built.model)
     model = {name: tensor for name, tensor in named_tensors(built.model).items() if name not in aliases}
     return Snapshot(
@@ -94,7 +102,6 @@ def _without_record(built: Built, progress: Progress, lineage: Lineage, compared
         model=model,
         aliases=aliases,
         rank_state=rank_state(built.model),
-        param_sha256=partial(_joint_digest, progress.step, [*distinct_parameters(built.model)], compared),
         parts=_parts(built, model, aliases),
     )
 
@@ -116,10 +123,18 @@ def rank_state(model: nn.Module) -> dict[str, Tensor]:
     return {**rng_states(), **{_BUFFER + name: buffer for name, buffer in named_buffers(model).items()}}
 
 
-def _joint_digest(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
+def _joint_digest(names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
     """sha256 (hex) over the digests of the parameters in `model` by name, tied ones once."""
+    held = [name for name in names if name in model]
+    return joint_digest(
+        {name: compared[name] for name in held} if compared else digests_of({n: model[n] for n in held})
+    )
+
+
+def _proven_digest(step: int, names: list[str], compared: Mapping[str, str], model: Mapping[str, Tensor]) -> str:
+    """The same, of copies: DivergenceError unless each is what was compared."""
     digests = digests_of({name: model[name] for name in names if name in model})
-    changed = [name for name, one in digests.items() if compared and one != compared[name]]
+    changed = [name for name, one in digests.items() if one != compared[name]]
     if changed:
         raise DivergenceError(
             f"step {step} is not saved, because {changed[0]} ({len(changed)} of {len(digests)} parameters in all) has "

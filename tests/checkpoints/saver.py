@@ -33,7 +33,7 @@ class Alone:
 def put(run_dir: Path, step: int, **retention: int) -> Path:
     """Save the state of `step`."""
     comm = cast(Any, Alone())
-    return run_stages(comm, stages_of_save(run_dir, comm, plan(step), Retention(**retention), None)).path
+    return run_stages(comm, stages_of_save(run_dir, comm, lambda: plan(step), Retention(**retention), None)).path
 
 
 def plan(step: int) -> Plan:

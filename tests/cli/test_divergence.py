@@ -100,7 +100,7 @@ def test_what_changes_while_it_is_written_is_not_gone_on_from(tmp_path: Path) ->
     assert stopped.codes == [75, 75]
     again = run(tmp_path, 2)
     assert again.codes == [3, 3]
-    assert "checkpoint step-0000000002 does not fit: its parameters (sha256 " in again.errors[0]
+    assert "checkpoint step-0000000002 does not fit: its parameters (digest " in again.errors[0]
     assert "are not those that the ranks agreed on when it was saved" in again.errors[0]
     older = run(tmp_path, 2, resume_from=str(stopped.checkpoint(1)))
     assert older.codes == [0, 0]

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
 from shardrun.run import replicas
-from shardrun.run.replicas import _numbers, digest
+from shardrun.run.replicas import CHUNK, FORMER_CHUNK, _numbers, digest
 
 
-def slow_digest(tensor: Tensor) -> str:
+def slow_digest(tensor: Tensor, chunk: int) -> str:
     """As the note in replicas.py says."""
-    numbers = _numbers(torch.device("cpu")).tolist()
+    numbers = _numbers(torch.device("cpu")).tolist()[:chunk]
     raw = bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
     words = [int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw) // 8 * 8, 8)]
-    chunk = len(numbers)
     whole = len(words) // chunk * chunk
     pieces = [words[at : at + chunk] for at in range(0, whole, chunk)] + [words[whole:]]
     content = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
@@ -43,9 +42,16 @@ def slow_digest(tensor: Tensor) -> str:
         ((11,), torch.bool),
     ],
 )
-def test_a_digest_is_what_the_note_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("chunk", [1_024, 16_384])
+def test_a_digest_is_what_the_note_says(shape: tuple[int, ...], dtype: torch.dtype, chunk: int) -> None:
     tensor = torch.randn(shape).to(dtype)
-    assert digest(tensor) == slow_digest(tensor)
+    assert digest(tensor, chunk) == slow_digest(tensor, chunk)
+
+
+def test_the_digest_of_today_and_that_of_format_1() -> None:
+    tensor = torch.arange(70_001.0)
+    assert digest(tensor) == digest(tensor, 1_024) == "f6121e9f041934a3"
+    assert digest(tensor, FORMER_CHUNK) == "cd9012e55a0baec5"
 
 
 def test_it_reads_elements_in_their_order_wherever_they_lie() -> None:
@@ -69,8 +75,8 @@ def test_every_single_bit_counts(numel: int, where: int, bit: int) -> None:
 
 
 def test_a_device_sums_as_the_processor_does() -> None:
-    rows = torch.randint(-(2**63), 2**63 - 1, (300, 16_384))
-    numbers = _numbers(torch.device("cpu"))
+    rows = torch.randint(-(2**63), 2**63 - 1, (9_000, CHUNK))
+    numbers = _numbers(torch.device("cpu"))[:CHUNK]
     assert torch.equal(torch.cat(replicas._sums(rows, numbers)), torch.mv(rows, numbers))
 
 

@@ -19,7 +19,7 @@ from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters, named_buffers
 from shardrun.run.progress import Progress
-from shardrun.run.replicas import parameter_digests
+from shardrun.run.replicas import FORMER_CHUNK, digests_of, joint_digest, parameter_digests
 from shardrun.run.state import Lineage, restore, snapshot_aside, snapshot_of
 from tests.support.training import RECIPES, document, save_now
 
@@ -110,8 +110,10 @@ def test_parameters_are_those_that_were_compared_at_the_save(tmp_path: Path) -> 
     built = _built(tmp_path)
     loaded = _saved(built, tmp_path)
     names = distinct_parameters(built.model)
-    loaded.manifest["param_sha256"] = tensors_sha256({name: loaded.model[name] for name in names})
-    restore(built, loaded)  # as the first saves of this format had it
+    parameters = {name: loaded.model[name] for name in names}
+    for of_format_1 in (joint_digest(digests_of(parameters, FORMER_CHUNK)), tensors_sha256(parameters)):
+        loaded.manifest["param_sha256"] = of_format_1
+        restore(built, loaded)
     loaded.manifest["param_sha256"] = "0" * 64
     with pytest.raises(CheckpointError, match=r"its parameters \(digest .* are not those that the ranks agreed on"):
         restore(built, loaded)
