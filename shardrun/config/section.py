@@ -19,6 +19,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import ErrorType
 
+from shardrun.config.descriptions import describe
+
 RULE = "shardrun_rule"  # the type of pydantic errors whose message is already in our own words
 
 _CORE_ERRORS = frozenset(get_args(ErrorType))
@@ -39,7 +41,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        json_schema_extra=describe,
         serialize_by_alias=True,  # a key that python keeps for itself has another name in the model
         defer_build=True,  # most models of optimizers are never asked for
     )
