@@ -242,8 +242,8 @@ class SliceOptimizer(GroupedOptimizer):
 
     # ---- records -----------------------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """ "<path>/<key>" -> a copy of this rank's fragment (1-D) or of the parameter's scalar (0-dim)."""
+    def state_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """ "<path>/<key>" -> this rank's fragment (1-D) or the parameter's scalar (0-dim); see `Stepper`."""
         self._require_own_state()
         parts: dict[str, list[Tensor]] = {}
         scalars: dict[str, Tensor] = {}
@@ -256,7 +256,10 @@ class SliceOptimizer(GroupedOptimizer):
                 tensor = tensor.reshape(())
                 held = scalars.setdefault(f"{piece.path}/{name}", tensor)
                 assert torch.equal(held, tensor), f"{piece.path}: {key} differs between pieces"
-        return {**{name: torch.cat(views) for name, views in parts.items()}, **scalars}
+        joined = {
+            name: torch.cat(views) if copy or len(views) > 1 else views[0].detach() for name, views in parts.items()
+        }
+        return {**joined, **scalars}
 
     def listed_state(self) -> dict[str, list[str]] | None:
         """See `Stepper`."""

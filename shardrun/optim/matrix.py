@@ -198,13 +198,13 @@ class TensorOptimizer(GroupedOptimizer):
 
     # ---- records -----------------------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """ "<path>/<key>" -> a copy of the owned parameter's state, of its own shape; numbers as in `Stepper`."""
+    def state_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """ "<path>/<key>" -> the owned parameter's state, of its own shape; numbers and `copy` as in `Stepper`."""
         self._require_own_state()
         found = {}
         for shadow in self._shadows:
             for key, value in self._live(shadow).items():
-                name, tensor = to_record(key, value)
+                name, tensor = to_record(key, value, copy=copy)
                 found[f"{shadow.tensor.path}/{name}"] = tensor
         return found
 

@@ -103,10 +103,11 @@ def number_name(key: str, kind: type) -> str:
     return f"{key}:{kind.__name__}"
 
 
-def to_record(key: str, value: Tensor | float) -> tuple[str, Tensor]:
-    """A state entry's name in a record, and its value there: a copy. A number becomes a 0-dim tensor of 64 bits."""
+def to_record(key: str, value: Tensor | float, *, copy: bool = True) -> tuple[str, Tensor]:
+    """A state entry's name in a record, and its value there: a copy, or of a tensor the live one. A number becomes a
+    0-dim tensor of 64 bits."""
     if isinstance(value, Tensor):
-        return key, value.detach().clone()
+        return key, value.detach().clone() if copy else value.detach()
     return number_name(key, type(value)), torch.tensor(value, dtype=_NUMBERS[type(value)])
 
 

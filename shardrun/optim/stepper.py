@@ -61,8 +61,11 @@ class Stepper(Protocol):
     def described(self) -> list[dict[str, Any]]:
         """Options per param group as plain JSON, the base rate left out: schedules change it."""
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """ "<path>/<key>" -> a copy of the state, for a record. Python numbers are 0-dim there: "<path>/<key>:int"."""
+    def state_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """ "<path>/<key>" -> a copy of the state, for a record. Python numbers are 0-dim there: "<path>/<key>:int".
+
+        Not `copy`: of tensors as few as can be, for whoever is done with them before the state changes.
+        """
 
     def listed_state(self) -> dict[str, list[str]] | None:
         """Path -> names in a record of the state that first updates made; None if all state is there from the start.

@@ -87,7 +87,7 @@ def snapshot_aside(
         copied = {name: buffers[name] if name in buffers else host_copy(one) for name, one in written.items()}
         records = _records(built)
         for record in records.values():
-            record.tensors = {name: tensor.cpu() for name, tensor in record.tensors.items()}
+            record.tensors = {name: host_copy(tensor) for name, tensor in record.tensors.items()}
         return replace(now, model={**now.model, **copied}, records=records, rank_state=own, param_sha256=proven)
 
     return take
@@ -115,7 +115,7 @@ def _parts(built: Built, model: Mapping[str, Tensor], aliases: Mapping[str, str]
 
 
 def _records(built: Built) -> dict[str, ShardRecord]:
-    return {group.record_name: group.sharded.to_record() for group in built.groups}
+    return {group.record_name: group.sharded.live_record() for group in built.groups}
 
 
 def rank_state(model: nn.Module) -> dict[str, Tensor]:

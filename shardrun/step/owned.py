@@ -118,9 +118,9 @@ class OwnedOptimizer:
             **({"rest": names[1], "rest_groups": groups[1]} if names[1:] else {}),
         }
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """ "<path>/<key>" -> a copy of the state."""
-        return {name: tensor for stepper in self._steppers for name, tensor in stepper.state_tensors().items()}
+    def state_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """See `Stepper`."""
+        return {name: tensor for stepper in self._steppers for name, tensor in stepper.state_tensors(copy=copy).items()}
 
     def listed_state(self) -> dict[str, list[str]] | None:
         """Path -> names of the state that first updates made; see Stepper."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardrun.errors import ContractError, UsageError, by_all
 from shardrun.optim.kinds import OptionGroup
 from shardrun.optim.stepper import Stepper
-from shardrun.records.record import RECORD_VERSION, ShardRecord
+from shardrun.records.record import RECORD_VERSION, ShardRecord, record_of
 from shardrun.shard.flat_buffer import FlatBuffers
 from shardrun.shard.flat_gradients import Pending
 from shardrun.shard.layout import FlatLayout
@@ -182,9 +182,15 @@ class ShardedOptimizer(ABC):
 
     # ---- records -----------------------------------------------------------------------------------------------
 
-    def _record_tensors(self) -> dict[str, Tensor]:
+    def live_record(self) -> ShardRecord:
+        """As `to_record`, without the copies that can be spared: its tensors may be live state. For whoever only reads
+        them, and is done before the next update; local."""
+        return record_of(self.record_meta(), self._record_tensors(copy=False))
+
+    def _record_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
         require_whole(self)
-        return self.stepper.state_tensors() | {name: view.clone() for name, view in self._masters.views.items()}
+        masters = {name: view.clone() if copy else view.detach() for name, view in self._masters.views.items()}
+        return self.stepper.state_tensors(copy=copy) | masters
 
     def load_record(self, record: ShardRecord) -> None:
         """Replace optimizer state and masters; collective. Any misfit on any rank is raised by all before a change.

@@ -302,7 +302,7 @@ def test_records_that_do_not_fit_are_refused_together_whichever_group_they_are_o
         del tensors[lost[-1]]
         path.unlink()
         save_file(tensors, path)
-        entry |= {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        entry |= {"bytes": path.stat().st_size, "hash": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"}
     (checkpoint / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "digest"}))
     refused = train(asked)
     assert set(refused.codes) == {3}

@@ -106,6 +106,21 @@ def test_what_changes_after_it_was_set_aside_is_not_saved_or_is_told(tmp_path: P
         torn.param_sha256(torn.model)
 
 
+def test_a_save_in_the_foreground_reads_live_state_and_a_record_of_the_library_is_a_copy(tmp_path: Path) -> None:
+    built = _built(tmp_path)
+    (group,) = built.groups
+    kept = group.sharded.to_record().tensors
+    saved = (
+        snapshot_of(built, Progress(step=1), Lineage("run", "attempt", None, None)).records[group.record_name].tensors
+    )
+    assert _same(saved, kept)
+    for state in group.sharded.stepper.optimizer.state.values():
+        for value in state.values():
+            value.add_(1)
+    assert _same(group.sharded.to_record().tensors, {name: tensor + 1 for name, tensor in kept.items()})
+    assert [name for name in kept if name.endswith("/exp_avg") and torch.equal(saved[name], kept[name])] == []
+
+
 def test_parameters_are_those_that_were_compared_at_the_save(tmp_path: Path) -> None:
     built = _built(tmp_path)
     loaded = _saved(built, tmp_path)
