@@ -7,7 +7,7 @@ recipe sends and loads, validation, saves, and the time for which ranks wait for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardrun.comm.cost_model import AGREEMENT, COPY, Links, gather_by, reduce_b
 from shardrun.errors import UsageError
 from shardrun.optim.table import Elementwise
 from shardrun.run.compute_time import Compute, micro_batches
-from shardrun.run.plan import Planned
+from shardrun.run.plan import Planned, PlannedGroup
 from shardrun.run.traffic import memory_traffic
 from shardrun.step.footprint import RankBytes
 
@@ -57,8 +57,10 @@ def predict(planned: Planned, links: Links, compute: Compute | None) -> StepTime
     Without `compute`: what comes beside it. UsageError where the links lack what the step is made of.
     """
     way = _way(planned, links)
+    group_of = {(group.name, rank): group for group in planned.groups for rank in group.ranks}
+    parts = ([(group_of[name, rank], one) for name, one in held.items()] for rank, _, held in planned.ranks())
     slowest = max(
-        (list(_terms_of(planned, links, way, held)) for _, _, held in planned.ranks()),
+        (list(_terms_of(planned, links, way, one)) for one in parts),
         key=lambda terms: sum(term.seconds for term in terms),
     )
     terms = [] if compute is None else [_compute(planned, links, compute)]
@@ -90,31 +92,36 @@ def _compute(planned: Planned, links: Links, compute: Compute) -> Term:
     return Term("compute", count * compute.seconds * crowd, words)
 
 
-def _terms_of(planned: Planned, links: Links, way: str, held: Mapping[str, RankBytes]) -> Iterator[Term]:
-    """Of one rank, without compute."""
-    ranks, sums = planned.world_size, {"reduce": 0.0, "gather": 0.0, "optimizer": 0.0}
-    calls = sent_r = sent_g = moved = 0
-    groups = {group.name: group for group in planned.groups}
-    for name, one in held.items():
-        group = groups[name]
-        size = len(group.ranks)
-        moved += memory_traffic(group, one)
-        if size > 1:
-            buckets = sum(len(space.buckets) for space in group.footprint.layout.spaces)
-            calls, sent_r, sent_g = calls + buckets, sent_r + one.reduce_sent, sent_g + one.gather_sent
-            shared = {"calls": buckets, "sharing": ranks}
-            sums["reduce"] += links.seconds(reduce_by(way), one.reduce_sent, size, **shared)
-            sums["gather"] += links.seconds(gather_by(way), one.gather_sent, size, **shared)
-    buckets_told = f"{calls} bucket{'s' * (calls != 1)}"
-    if calls:
-        yield Term("reduce", sums["reduce"], f"{buckets_told}, {_mb(sent_r)} sent by each rank, by {way}")
+def _terms_of(
+    planned: Planned, links: Links, way: str, parts: Sequence[tuple[PlannedGroup, RankBytes]]
+) -> Iterator[Term]:
+    """Of one rank, which has these parts of these groups; without compute."""
+    ranks = planned.world_size
+    moved = sum(memory_traffic(group, held) for group, held in parts)
+    talking = [(group, held, _buckets(group)) for group, held in parts if len(group.ranks) > 1]
+
+    def travelling(name: str, sent: Sequence[int]) -> Term:
+        seconds = sum(
+            links.seconds(name, nbytes, len(group.ranks), calls=buckets, sharing=ranks)
+            for (group, _, buckets), nbytes in zip(talking, sent, strict=True)
+        )
+        buckets = sum(buckets for _, _, buckets in talking)
+        words = f"{buckets} bucket{'s' * (buckets != 1)}, {_mb(sum(sent))} sent by each rank, by {way}"
+        return Term(name.partition(" ")[0], seconds, words)
+
+    if talking:
+        yield travelling(reduce_by(way), [held.reduce_sent for _, held, _ in talking])
     copied = links.seconds(COPY, moved / 2, ranks)  # a copy reads and writes
     yield Term("optimizer", copied, f"{_mb(moved)} read and written, at the speed of a copy")
-    if calls:
-        yield Term("gather", sums["gather"], f"{buckets_told}, {_mb(sent_g)} sent by each rank, by {way}")
+    if talking:
+        yield travelling(gather_by(way), [held.gather_sent for _, held, _ in talking])
     if ranks > 1:
         seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds) + links.seconds(gather_by(way), 0, ranks)
         yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks, and the losses for the log")
+
+
+def _buckets(group: PlannedGroup) -> int:
+    return sum(len(space.buckets) for space in group.footprint.layout.spaces)
 
 
 def _mb(nbytes: float) -> str:

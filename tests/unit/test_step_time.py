@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from shardrun.cli.app import app
 from shardrun.comm.cost_model import AGREEMENT, COPY, Line, Links, gather_by, reduce_by, save_links
-from shardrun.config.load import load
+from shardrun.config.load import from_mapping, load
 from shardrun.errors import UsageError
 from shardrun.run.compute_time import Compute, compute_of_bench
 from shardrun.run.plan import plan
 from shardrun.run.step_time import StepTime, predict
 from shardrun.run.traffic import memory_traffic
+from tests.support.training import document
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = CONFIGS / "quickstart.yaml"
@@ -94,6 +95,39 @@ def test_subgroups_share_the_cores_with_the_whole_world() -> None:
         2 * sum(1e-2 * buckets[name] + 1e-9 * one.reduce_sent for name, one in held.items())
     )
     assert found["agreements"] == pytest.approx(2 * (7 * (1e-3 + 2e-3 / 3) + 2e-2))
+
+
+_UNEQUAL = """
+from torch import nn
+from recipes.gpt import Args, build_data, loss
+def build_model(args, world):
+    part = world.coordinates["part"]
+    return nn.ModuleDict({"common": nn.Linear(256, 1, bias=False), f"own{part}": nn.Linear(4096 * (2 - part), 1)})
+"""
+
+
+def test_the_rank_with_most_to_do_counts(tmp_path: Path) -> None:
+    """The first part of the model is twice the second; each is on two of four ranks."""
+    recipe = tmp_path / "unequal.py"
+    recipe.write_text(_UNEQUAL)
+    sgd = {"name": "sgd", "lr": 1.0}
+    sections = {
+        "topology": {"world_size": 4, "axes": {"part": 2, "copies": 2}},
+        "optimizer": None,
+        "groups": {
+            "common": {"select": {"include": ["common.*"]}, "optimizer": sgd},
+            "own": {"select": {"include": ["own*"]}, "replicas": "part", "optimizer": sgd},
+        },
+    }
+    planned = plan(from_mapping(document(tmp_path, 4, sections, str(recipe))))
+    assert [group.elements for group in planned.groups] == [256, 8193, 4097]
+    most, least = (held for rank, _, held in planned.ranks() if rank in (0, 3))
+    assert most["own"].reduce_sent > least["own"].reduce_sent
+    found = seconds(predict(planned, links(), None))
+    sent = sum(one.reduce_sent for one in most.values())
+    assert found["reduce"] == pytest.approx(2 * (2 * 1e-2 + 1e-9 * sent))
+    moved = sum(memory_traffic(group, most[group.name]) for group in planned.groups[:2])
+    assert found["optimizer"] == pytest.approx(2 * 4e-9 * moved / 2)
 
 
 def test_of_devices_each_rank_has_its_own() -> None:
