@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shardrun.bench.ranks import COMMAND, run_job
-from shardrun.comm.cost_model import Links, fit_links, gather_by, reduce_by, travels
+from shardrun.comm.cost_model import AGREEMENT, Links, fit_links, gather_by, reduce_by, travels
 from shardrun.errors import UsageError
 from shardrun.run.worker_process import Job
 
@@ -43,7 +44,7 @@ class Row:
     bytes: int
     """Of the whole bucket; 0 of an agreement."""
     seconds: float
-    """Median over the rounds, from the first rank that began to the last that was done."""
+    """Median over the rounds; see `_lap_s`."""
     least: float
     most: float
 
@@ -58,12 +59,18 @@ def rows_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[Row]:
     found = []
     for cases in zip(*ranks, strict=True):
         first = cases[0]
-        rounds = zip(*(case["spans"] for case in cases), strict=True)
-        seconds = [
-            (max(end for _, end in spans) - min(begin for begin, _ in spans)) / first["times"] for spans in rounds
-        ]
+        rounds = zip(*(case["rounds"] for case in cases), strict=True)
+        seconds = [median(map(_lap_s, repeat(first["name"]), zip(*laps, strict=True))) for laps in rounds]
+        seconds = [one / first["times"] for one in seconds]
         found.append(Row(first["name"], len(ranks), first["bytes"], median(seconds), min(seconds), max(seconds)))
     return found
+
+
+def _lap_s(name: str, spans: Sequence[tuple[float, float]]) -> float:
+    """From the first rank that began to the last that was done; of an agreement, from the last that came to it."""
+    begins, ends = zip(*spans, strict=True)
+    began = max(begins) if name == AGREEMENT else min(begins)
+    return float(max(ends) - began)
 
 
 def measure_links(asked: Asked, scratch: Path, say: Callable[[str], None]) -> tuple[list[Row], Links]:

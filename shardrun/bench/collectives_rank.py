@@ -21,6 +21,9 @@ from shardrun.shard.layout import align
 
 _AT_ONCE, _MOST = 16 << 20, 25
 """Bytes that are sent in a row and timed as one, of small buckets so many at most."""
+_WORK = 4 << 20
+"""Bytes that a rank copies before it comes to an agreement."""
+Lap = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,40 @@ def run(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
 def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Time every case in each of `repeats` rounds, after one round to warm up; collective.
 
-    `sizes`: bytes of the buckets, rounded up to whole slices. Returns what each case is, and [begin, end] of this rank
-    in every round, by a clock that all processes of a host share.
+    `sizes`: bytes of the buckets, rounded up to whole slices. Returns what each case is, and of every round its laps:
+    [begin, end] on this rank, by a clock that all processes of a host share.
     """
-    cases = [*_cases(comm, sizes), Case(AGREEMENT, 0, _MOST, comm.vote)]
-    spans: list[list[tuple[float, float]]] = [[] for _ in cases]
+    cases = list(_cases(comm, sizes))
+    laps: list[list[list[Lap]]] = [[] for _ in cases]
+    agreements = []
     for number in range(1 + repeats):
-        for case, found in zip(cases, spans, strict=True):
+        for case, found in zip(cases, laps, strict=True):
             comm.vote()  # all begin together
             begin = time.perf_counter()
             for _ in range(case.times if number else 1):
                 case.run()
             comm.settle()
-            found.append((begin, time.perf_counter()))
+            found.append([(begin, time.perf_counter())])
+        agreements.append(_agreements(comm))
+    cases.append(Case(AGREEMENT, 0, 1, comm.vote))
+    laps.append(agreements)
     return [
-        {"name": case.name, "bytes": case.nbytes, "times": case.times, "spans": found[1:]}
-        for case, found in zip(cases, spans, strict=True)
+        {"name": case.name, "bytes": case.nbytes, "times": case.times, "rounds": found[1:]}
+        for case, found in zip(cases, laps, strict=True)
     ]
+
+
+def _agreements(comm: Communicator) -> list[Lap]:
+    """Agreements as they come in a step: after other work, when ranks and their threads have to be woken for them."""
+    held = torch.zeros(_WORK // 4)
+    copy = torch.empty_like(held)
+    laps = []
+    for _ in range(_MOST):
+        copy.copy_(held)
+        begin = time.perf_counter()
+        comm.vote()
+        laps.append((begin, time.perf_counter()))
+    return laps
 
 
 def _cases(comm: Communicator, sizes: Sequence[int]) -> Iterator[Case]:

@@ -47,7 +47,8 @@ def _agreements(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         if not row["bytes"]:
             us, least, most = (f"{1e6 * row[key]:,.0f}" for key in ("seconds", "least", "most"))
-            yield f"an {row['name']} of {row['world_size']} ranks: {us} us ({least} to {most})"
+            ranks = f"{row['world_size']} ranks, after the last has come to it"
+            yield f"an {row['name']} of {ranks}: {us} us ({least} to {most})"
 
 
 def _faster(one: Mapping[str, Any]) -> str:

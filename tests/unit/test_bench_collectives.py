@@ -19,15 +19,21 @@ from shardrun.errors import UsageError
 MIB = 1 << 20
 
 
-def case(*spans: tuple[float, float], times: int = 1) -> dict[str, Any]:
-    return {"name": COPY, "bytes": MIB, "times": times, "spans": spans}
+def case(*rounds: list[tuple[float, float]], name: str = COPY, times: int = 1) -> dict[str, Any]:
+    return {"name": name, "bytes": MIB, "times": times, "rounds": rounds}
 
 
 def test_a_round_takes_from_the_first_that_begins_to_the_last_that_is_done() -> None:
-    ranks = [[case((0.0, 1.0), (10.0, 11.0), (20.0, 26.0))], [case((0.5, 3.0), (10.0, 10.5), (21.0, 22.0))]]
+    ranks = [[case([(0.0, 1.0)], [(10.0, 11.0)], [(20.0, 26.0)])], [case([(0.5, 3.0)], [(10.0, 10.5)], [(21.0, 22.0)])]]
     assert rows_of(ranks) == [Row(COPY, 2, MIB, 3.0, 1.0, 6.0)]
-    (row,) = rows_of([[case((0.0, 4.0), times=8)]])
+    (row,) = rows_of([[case([(0.0, 4.0)], times=8)]])
     assert (row.seconds, row.gb_per_s) == (0.5, MIB / 0.5 / 1e9)
+
+
+def test_an_agreement_takes_from_the_last_that_comes_to_it() -> None:
+    first = case([(0.0, 5.0), (6.0, 8.0), (9.0, 9.5)], name=AGREEMENT)
+    second = case([(4.0, 4.5), (6.5, 7.0), (9.0, 20.0)], name=AGREEMENT)
+    assert rows_of([[first], [second]]) == [Row(AGREEMENT, 2, MIB, 1.5, 1.5, 1.5)]  # of 1, 1.5 and 11
 
 
 def measured(**ways: float) -> list[Row]:
@@ -63,7 +69,7 @@ def test_what_is_shown_names_the_fastest() -> None:
     links = fit_links(((row.name, 2, row.bytes, row.seconds) for row in rows), "gloo", 2, 1, "2.13")
     parts = list(collectives_view(to_json(rows, links)))
     texts = "\n".join(part for part in parts if isinstance(part, str))
-    assert "an agreement of 2 ranks: 1,000 us (1,000 to 1,000)" in texts
+    assert "an agreement of 2 ranks, after the last has come to it: 1,000 us (1,000 to 1,000)" in texts
     assert "2 ranks, 16 MiB: exchange is the fastest to reduce and gather, in 24 ms; native takes 4.00 x" in texts
 
 
