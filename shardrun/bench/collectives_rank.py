@@ -65,7 +65,9 @@ def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict
             comm.vote()  # all begin together
             begin = time.perf_counter()
             for _ in range(case.times if number else 1):
-                case.run()
+                finish = case.run()
+                if callable(finish):  # it was only begun
+                    finish()
             comm.settle()
             found.append([(begin, time.perf_counter())])
         agreements.append(_agreements(comm))
