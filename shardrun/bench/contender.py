@@ -71,7 +71,7 @@ class PeerRun:
                 peer.count_gradients()
             peer.update(step, tally)
             own.append((float(tally.loss), int(tally.weight)))
-            stopwatch.mark()
+            stopwatch.mark(aside=peer.work.seeding_s)
         every = comm.agree("losses of the windows", own)
         sums = [tuple(map(sum, zip(*one, strict=True))) for one in zip(*every, strict=True)]
         return [(loss / weight, weight) for loss, weight in sums]

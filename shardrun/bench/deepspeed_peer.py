@@ -32,16 +32,15 @@ class DeepSpeed(Peer):
     def _settings(self) -> dict[str, Any]:
         train, world_size = self.work.config.train, self.work.comm.world_size
         on_gpu = self.work.comm.device.type == "cuda"
-        # Buckets as large as all there is to send: its own defaults, of 5e8 elements, are allocated whatever there is.
+        # Its own default, of 5e8 elements, is allocated however little there is to send.
         bucket = min(500_000_000, sum(parameter.numel() for parameter in self.work.trained().values()))
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": train.micro_batch_size,
             "gradient_accumulation_steps": train.global_batch_size // (train.micro_batch_size * world_size),
             "gradient_clipping": train.max_grad_norm or 0.0,  # it clips at 1.0 if it is not told
-            # Reductions beside backward need a second stream, which a CPU does not have.
             "zero_optimization": {
                 "stage": 2,
-                "overlap_comm": on_gpu,
+                "overlap_comm": on_gpu,  # in a second stream, which a CPU does not have
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
             },
@@ -76,5 +75,5 @@ class DeepSpeed(Peer):
 
     def count_gradients(self) -> None:
         """This rank's slices, and what is still whole."""
-        whole = [parameter.grad for parameter in self.work.trained().values()]
+        whole = [parameter.grad for parameter in self.trained]
         self.gradient_bytes = held_bytes([*whole, *tensors_in(self._engine.optimizer.averaged_gradients)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -19,20 +20,23 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[float] = []
+        self._aside: list[float] = []
         self.first_window_s: float | None = None
         """From the start of this process to the end of the first window."""
 
-    def mark(self) -> None:
-        """Now, once the device has done what was asked of it so far."""
+    def mark(self, aside: float = 0.0) -> None:
+        """Now, once the device has done what was asked of it so far; `aside`: seconds up to now that do not count."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks.append(time.perf_counter())
+        self._aside.append(aside)
         if len(self._marks) == 2:
             self.first_window_s = process_age_s()
 
     def windows_s(self) -> list[float]:
         """Seconds of each window: from the end of the one before, so that nothing between them is left out."""
-        return [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]
+        counted = [mark - aside for mark, aside in zip(self._marks, self._aside, strict=True)]
+        return [end - begin for begin, end in itertools.pairwise(counted)]
 
 
 def process_age_s() -> float:

@@ -41,10 +41,11 @@ class Pairs:
         self.ours.append(self._since(self._began))
         if len(self.ours) % 2:
             for _ in range(2):
-                began = self._now()
-                step = len(self.plain)
+                began, seeded, step = self._now(), self._plain.work.seeding_s, len(self.plain)
                 self._plain.update(step, self._plain.accumulate(step, next(self._windows)))
-                self.plain.append(self._since(began))
+                wall, cpu = self._since(began)
+                aside = self._plain.work.seeding_s - seeded  # on one thread: as much CPU time as wall time
+                self.plain.append((wall - aside, cpu - aside))
         self._began = self._now()
 
     def _now(self) -> Times:

@@ -27,6 +27,7 @@ class Peer:
         self.work = work
         self.module = self.wrap(work.model)
         self.optimizer = self.make_optimizer()
+        self.trained = list(work.trained().values())
         self.gradient_bytes = 0
         """At the end of the last backward."""
 
@@ -48,7 +49,7 @@ class Peer:
 
     def clip(self, max_grad_norm: float) -> None:
         """Clip the norm of the whole gradient."""
-        nn.utils.clip_grad_norm_(self.work.trained().values(), max_grad_norm)
+        nn.utils.clip_grad_norm_(self.trained, max_grad_norm)
 
     def accumulate(self, step: int, share: Iterator[tuple[int, Any]]) -> Tally:
         """Forward and backward of this rank's micro-batches of window `step`, counted from 0."""
@@ -72,7 +73,7 @@ class Peer:
 
     def count_gradients(self) -> None:
         """Note what the gradients take; between backward and update."""
-        self.gradient_bytes = held_bytes(parameter.grad for parameter in self.work.trained().values())
+        self.gradient_bytes = held_bytes(parameter.grad for parameter in self.trained)
 
     @property
     def state_bytes(self) -> int:
@@ -101,7 +102,7 @@ class Plain(Peer):
 
     def update(self, step: int, tally: Tally) -> None:
         """Divide, then as all."""
-        gradients = [p.grad for p in self.work.trained().values() if p.grad is not None]
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
         torch._foreach_div_(gradients, float(tally.weight))
         super().update(step, tally)
 

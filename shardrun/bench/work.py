@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Work:
     """Of the optimizer, as its class takes them; `lr` is the base rate."""
     option_groups: list[OptionGroup]
     schedule: Schedule
+    seeding_s: float = 0.0
+    """Seconds that went into random seeds so far, so that dropout is the trainer's: no peer is to be charged with it."""
 
     def windows(self) -> Iterator[Iterator[tuple[int, Any]]]:
         """This rank's micro-batches (number, batch) of one window after the other."""
@@ -51,7 +54,9 @@ class Work:
 
         `module`: the model, or what the peer has wrapped around it.
         """
+        began = time.perf_counter()
         seed_all(derive_seed(Purpose.MICRO_BATCH, self.config.run.seed, step, number))
+        self.seeding_s += time.perf_counter() - began
         device = self.comm.device
         asked = self.config.precision.autocast == "bf16"
         with torch.autocast(device.type, dtype=torch.bfloat16) if asked else nullcontext():
