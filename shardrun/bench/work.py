@@ -42,7 +42,7 @@ class Work:
     option_groups: list[OptionGroup]
     schedule: Schedule
     seeding_s: float = 0.0
-    """Seconds that went into random seeds so far, so that dropout is the trainer's: no peer is to be charged with it."""
+    """Seconds that went into random seeds so far, for the dropout of the trainer: no peer is charged with them."""
 
     def windows(self) -> Iterator[Iterator[tuple[int, Any]]]:
         """This rank's micro-batches (number, batch) of one window after the other."""
