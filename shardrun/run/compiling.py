@@ -63,7 +63,8 @@ def compiled(function: Callable[_P, _R], what: str, *, deterministic: bool) -> C
         except FailOnRecompileLimitHit as error:
             raise UsageError(
                 f"{what} was compiled for {MOST_GRAPHS} different inputs and met another one; give batches of few "
-                f"shapes (pad them in collate), or set train.compile: false ({str(error).splitlines()[0]})"
+                "shapes (pad them in collate), or set train.compile: false. TORCH_LOGS=recompiles in the environment "
+                "shows what differs"
             ) from error
 
     return call

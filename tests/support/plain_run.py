@@ -25,7 +25,7 @@ _BATCHES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 6}
 def differing_from_plain_torch(folder: Path, backend: str, device: str, **precision: Any) -> list[str]:
     """Paths whose final bits differ between `shardrun train` and plain torch with fused AdamW: accumulation, dropout,
     clipping; `precision` is that section of the config, without 16-bit parameters."""
-    config = _config(folder, backend, precision)
+    config = small_gpt(folder, backend, precision=precision)
     done = trained(config)
     expected = _plain(config, torch.device(device))
     found = done.model(_STEPS)
@@ -34,17 +34,18 @@ def differing_from_plain_torch(folder: Path, backend: str, device: str, **precis
     return [path for path, tensor in expected.items() if not same_bits(found[path], tensor.cpu())]
 
 
-def _config(folder: Path, backend: str, precision: dict[str, Any]) -> dict[str, Any]:
+def small_gpt(folder: Path, backend: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The config of such a run; `sections` are laid over it."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
     args = {"layers": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1, "text": str(folder / "text.txt")}
-    sections = {
+    base: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "adamw", **_ADAMW},
         "train": {"steps": _STEPS, "max_grad_norm": _MAX_NORM, **_BATCHES},
         "data": {"shuffle": True},
-        "precision": precision,
         "topology": {"world_size": 1, "timeout_s": 30, "backend": backend},
     }
-    return document(folder / "run", 1, sections, _GPT, **args)
+    laid_over = {name: {**base.get(name, {}), **section} for name, section in sections.items()}
+    return document(folder / "run", 1, {**base, **laid_over}, _GPT, **args)
 
 
 def _plain(document: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
