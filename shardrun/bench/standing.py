@@ -24,7 +24,7 @@ class Row:
     name: str
     what: str
     status: str
-    """floor, reference, valid, void, or not installed."""
+    """floor, reference, valid, void, not compared (there is nobody else), or not installed."""
     why: str | None = None
     configuration: str | None = None
     step_s: dict[str, float] | None = None
@@ -98,7 +98,7 @@ def _verdict(
 ) -> tuple[str, str | None, float | None, float | None]:
     """Status, why it is void, and how far losses and parameters are from those of the reference."""
     if reference is None or rounds is reference:
-        return "reference", None, None, None
+        return "not compared" if reference is None else "reference", None, None, None
     expected = reference[0].losses
     differences = [
         abs(own - other) / max(abs(other), 1e-12)

@@ -78,6 +78,10 @@ def test_a_row_counts_only_where_the_same_was_computed(ours: dict[str, Any], sta
     assert (table[COMPUTE].status, table["ddp"].status) == ("floor", "reference")
 
 
+def test_ours_alone_is_not_compared() -> None:
+    assert [row.status for row in rows((COMPUTE, SHARDRUN), found())] == ["floor", "not compared"]
+
+
 def test_the_reference_is_ddp_or_else_plain_or_ours() -> None:
     assert reference_of([COMPUTE, SHARDRUN, "fsdp2", "ddp"]) == "ddp"
     assert reference_of([COMPUTE, SHARDRUN, "plain"]) == "plain"
