@@ -31,22 +31,24 @@ class RanksFailed(ShardrunError):
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards; LaunchError if there is no room for one."""
+def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
+    """A folder that is gone afterwards, `inside` another one or where temporary files go; LaunchError if there is no
+    room for one."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="shardrun-bench-"))
+        folder = Path(tempfile.mkdtemp(prefix="shardrun-bench-", dir=inside))
     except OSError as error:
-        raise LaunchError(f"no scratch folder: {error.strerror}; point TMPDIR to a folder with room") from error
+        way = "point TMPDIR to a folder with room" if inside is None else f"make room in {inside}"
+        raise LaunchError(f"no scratch folder: {error.strerror}; {way}") from error
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def job_of(config: Config, body: str, options: Mapping[str, Any], folder: Path) -> Job:
+def job_of(config: Config, body: str, options: Mapping[str, Any], folder: Path, times: int = 1) -> Job:
     """The job to run `body`, "module:function" of (job, tether), on the ranks of the config, without validation.
 
-    Makes `folder`.
+    `times`: for as many things on end as may each take the time of `topology.timeout_s`. Makes `folder`.
     """
     folder.mkdir()
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": None, "at_end": False})})
@@ -55,7 +57,7 @@ def job_of(config: Config, body: str, options: Mapping[str, Any], folder: Path) 
         "config": config.model_dump(mode="json"),
         "run_dir": str(folder),
         "body": body,
-        "limit_s": topology.timeout_s,
+        "limit_s": topology.timeout_s * times,
         "options": dict(options),
     }
     return Job(

@@ -296,6 +296,13 @@ def bench_command(
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Measure how fast ranks exchange, copy and agree, and nothing else.")
     ] = False,
+    checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint",
+            help="Measure saves and loads of the config, beside torch.save and torch DCP, and nothing else.",
+        ),
+    ] = False,
     mib: Annotated[str, typer.Option(metavar="N,...", help="Of collectives: sizes of the buckets.")] = "1,16,256",
     backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="Of collectives.")] = "gloo",
     save: Annotated[
@@ -310,14 +317,19 @@ def bench_command(
 
     With --collectives: what a step is made of, on this machine and without a config.
 
-    Nothing is saved. A recipe is Python code and is run: use only your own or files that you trust.
+    With --checkpoint: saves and loads of the config; the files stand beside the folder of the run, and are removed.
+
+    A recipe is Python code and is run: use only your own or files that you trust.
     """
 
     def run() -> int:
-        from shardrun.cli import bench, bench_collectives
+        from shardrun.cli import bench, bench_checkpoint, bench_collectives
 
         if collectives:
             return bench_collectives.run(config, bench_collectives.Ask(world, mib, backend, rounds, save, json))
+        if checkpoint:
+            saves = bench_checkpoint.Ask(bench_collectives.one_world(world), rounds, json)
+            return bench_checkpoint.run(config, overrides or [], saves)
         ask = bench.Ask(against, bench_collectives.one_world(world), rounds, steps, pairs, json)
         return bench.run(config, overrides or [], ask)
 

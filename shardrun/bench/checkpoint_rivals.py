@@ -14,25 +14,47 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardrun.data.seeding import rng_states
+from shardrun.records.fit import holds_whole
+from shardrun.records.record import record_key
+from shardrun.run.build import Built
+from shardrun.shard.contract import Contract
 
 State = dict[str, dict[str, Any]]
-"""model: path -> tensor; optimizer: path -> {exp_avg, exp_avg_sq, step}; streams: rank -> its random streams."""
+"""model: path -> tensor; optimizer: "path/key" -> tensor; streams: rank -> its random streams."""
 
 
-def whole_state(model: nn.Module) -> State:
-    """The live parameters, and Adam state as large as theirs."""
-    made = {
-        path: {"exp_avg": torch.rand_like(one), "exp_avg_sq": torch.rand_like(one), "step": torch.tensor(1.0)}
-        for path, one in model.named_parameters()
+def whole_state(built: Built) -> State:
+    """The live model, and optimizer state in the whole forms of what all ranks have in their records; collective.
+
+    What it holds is made up, for nobody reads it; but it is memory of its own.
+    """
+    (group,) = built.groups
+    record = group.sharded.live_record()
+    whole = (
+        {} if holds_whole(record.meta) else {s.path: s.shape for s in Contract.from_json(record.meta["contract"]).specs}
+    )
+    forms = {
+        name: [
+            str(one.dtype).removeprefix("torch."),
+            list(whole.get(record_key(name)[0], one.shape) if one.dim() else ()),
+        ]
+        for name, one in record.tensors.items()
     }
-    streams = {f"rank-{rank}": rng_states() for rank in range(dist.get_world_size())}
-    return {"model": dict(model.state_dict()), "optimizer": made, "streams": streams}
+    every = {name: form for held in built.comm.agree("forms of state", forms) for name, form in held.items()}
+    made = {name: torch.full(shape, 1, dtype=getattr(torch, dtype)) for name, (dtype, shape) in sorted(every.items())}
+    streams = {f"rank-{rank}": rng_states() for rank in range(built.comm.world_size)}
+    return {"model": dict(built.model.state_dict()), "optimizer": made, "streams": streams}
+
+
+def nbytes(state: State) -> int:
+    """Bytes of all its tensors, tied ones once."""
+    return sum({one.data_ptr(): one.nbytes for _, one in _leaves(state)}.values())
 
 
 def torch_save(state: State, folder: Path) -> None:
