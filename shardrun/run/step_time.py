@@ -17,7 +17,6 @@ from shardrun.optim.table import Elementwise
 from shardrun.run.compute_time import Compute, micro_batches
 from shardrun.run.plan import Planned, PlannedGroup
 from shardrun.run.traffic import memory_traffic
-from shardrun.step.footprint import RankBytes
 
 _WAYS = ("shared", "exchange", "native")
 
@@ -57,8 +56,10 @@ def predict(planned: Planned, links: Links, compute: Compute | None) -> StepTime
     Without `compute`: what comes beside it. UsageError where the links lack what the step is made of.
     """
     way = _way(planned, links)
-    group_of = {(group.name, rank): group for group in planned.groups for rank in group.ranks}
-    parts = ([(group_of[name, rank], one) for name, one in held.items()] for rank, _, held in planned.ranks())
+    parts: list[list[tuple[PlannedGroup, int]]] = [[] for _ in range(planned.world_size)]
+    for group in planned.groups:
+        for number, rank in enumerate(group.ranks):
+            parts[rank].append((group, number))
     slowest = max(
         (list(_terms_of(planned, links, way, one)) for one in parts),
         key=lambda terms: sum(term.seconds for term in terms),
@@ -92,13 +93,11 @@ def _compute(planned: Planned, links: Links, compute: Compute) -> Term:
     return Term("compute", count * compute.seconds * crowd, words)
 
 
-def _terms_of(
-    planned: Planned, links: Links, way: str, parts: Sequence[tuple[PlannedGroup, RankBytes]]
-) -> Iterator[Term]:
-    """Of one rank, which has these parts of these groups; without compute."""
+def _terms_of(planned: Planned, links: Links, way: str, parts: Sequence[tuple[PlannedGroup, int]]) -> Iterator[Term]:
+    """Of the rank that has these numbers in these groups; without compute."""
     ranks = planned.world_size
-    moved = sum(memory_traffic(group, held) for group, held in parts)
-    talking = [(group, held, _buckets(group)) for group, held in parts if len(group.ranks) > 1]
+    moved = sum(memory_traffic(group, number) for group, number in parts)
+    talking = [(group, group.footprint.held[n], _buckets(group)) for group, n in parts if len(group.ranks) > 1]
 
     def travelling(name: str, sent: Sequence[int]) -> Term:
         seconds = sum(
