@@ -32,7 +32,7 @@ class Communicator(DataPlane):
 
     Made by `single()`, `from_env()`, `open(config)` or `subgroup(ranks)`. Collective, that is called by every rank in
     the same order, are `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices`,
-    `sum_integers` and `subgroup`. The first failed collective poisons the communicator and closes its connections;
+    `sum_integers`, `flat_zeros` and `subgroup`. The first failed collective poisons the communicator and closes its connections;
     every later call is refused at once with the first cause. In all this a world and its subgroups are one: a failure
     in any of them closes all, and `phase`, `collective`, `observer` and `close` are the same on each.
     """
@@ -45,9 +45,12 @@ class Communicator(DataPlane):
         device: torch.device,
         parent: Communicator | None = None,
         number: int = 0,
+        *,
+        shares_memory: bool = True,
     ) -> None:
         """For the ways named above."""
-        super().__init__(group, state, backend, device)
+        super().__init__(group, state, backend, device, shares_memory)
+        self._shares_memory = shares_memory
         self.parent = parent
         """The world that this subgroup was made from; None for a world."""
         self._number = number
@@ -68,7 +71,8 @@ class Communicator(DataPlane):
         if config.world_size > 1:
             meeting, watch = open_process_group(config)
             words = LastWords(meeting.store, config.rank, config.world_size, meeting.keeper)
-        return Communicator(group, WorldState(group, config.timeout_s, words, watch), config.backend, device)
+        state = WorldState(group, config.timeout_s, words, watch)
+        return Communicator(group, state, config.backend, device, shares_memory=config.shared_memory)
 
     @staticmethod
     def from_env(
@@ -77,6 +81,7 @@ class Communicator(DataPlane):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
         allow_non_loopback: bool = False,
+        shared_memory: bool = True,
     ) -> Communicator:
         """Join the world that torchrun's environment describes; NCCL where every local rank has a GPU, else gloo."""
         if backend is None:
@@ -87,6 +92,7 @@ class Communicator(DataPlane):
                 timeout_s=timeout_s,
                 init_timeout_s=init_timeout_s,
                 allow_non_loopback=allow_non_loopback,
+                shared_memory=shared_memory,
             )
         )
 
@@ -116,7 +122,8 @@ class Communicator(DataPlane):
             return None
         group = Group.subgroup(members, self.rank, handle)
         self._state.add(group)
-        return Communicator(group, self._state, self.backend, self.device, self, self._subgroups)
+        shares = self._shares_memory
+        return Communicator(group, self._state, self.backend, self.device, self, self._subgroups, shares_memory=shares)
 
     def _agreed_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The list that all ranks gave, or the same error on all."""

@@ -58,6 +58,8 @@ class CommunicatorConfig:
     one_host: bool = True
     """All ranks are on this machine; only then may an agent's store have a name that is not loopback."""
     allow_non_loopback: bool = False
+    shared_memory: bool = True
+    """Let ranks of one host read each other's buckets in place (gloo); False: all of them travel over sockets."""
     run_id: str = ""
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class CommunicatorConfig:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         init_timeout_s: float = DEFAULT_INIT_TIMEOUT_S,
         allow_non_loopback: bool = False,
+        shared_memory: bool = True,
     ) -> CommunicatorConfig:
         """The config that torchrun (or shardrun's launcher) put into the environment of this rank.
 
@@ -136,6 +139,7 @@ class CommunicatorConfig:
             agent_store=agent,
             one_host=one_host,
             allow_non_loopback=allow_non_loopback,
+            shared_memory=shared_memory,
             run_id=env.get("SHARDRUN_RUN_ID", ""),
         )
 

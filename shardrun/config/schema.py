@@ -120,6 +120,8 @@ class Topology(Section):
     """CPU threads of torch per rank. Part of the numerics."""
     allow_non_loopback: bool = False
     """Leave this machine. Trusted networks only: the rendezvous has neither authentication nor encryption."""
+    shared_memory: bool = True
+    """Ranks of one host read each other's gradients and slices in place (gloo); false: over sockets, the same bits."""
     max_restarts: Natural = 0
     """New worlds that this start may begin after failed ones, each from the newest checkpoint."""
     sync_unselected: bool = False
@@ -258,7 +260,7 @@ def _replicas(group: Any) -> Any:
 _NO_MEANING = {
     "run.name", "run.dir", "log", "checkpoint", "eval",
     "topology.timeout_s", "topology.init_timeout_s", "topology.save_timeout_s", "topology.allow_non_loopback",
-    "topology.max_restarts", "train.check_replicas_every", "data.workers", "data.prefetch",
+    "topology.max_restarts", "topology.shared_memory", "train.check_replicas_every", "data.workers", "data.prefetch",
 }  # fmt: skip
 
 # Keys that came after the first release, with what earlier runs, whose checkpoints do not know them, were trained with.

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardrun.optim.state import StateSpec
 from shardrun.shard.layout import Fragment, align
 
-CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
+CHUNK_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Elements that are proposed at once: what the cache holds on a CPU, enough to fill a GPU."""
 
 

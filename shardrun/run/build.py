@@ -103,6 +103,7 @@ def open_communicator(config: Config) -> Communicator:
         timeout_s=topology.timeout_s,
         init_timeout_s=topology.init_timeout_s,
         allow_non_loopback=topology.allow_non_loopback,
+        shared_memory=topology.shared_memory,
     )
     if joined.world_size != topology.world_size:
         raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardrun.shard.flat_gradients import FlatGradients, Pending
+from shardrun.shard.flat_gradients import FlatGradients, Pending, Zeros
 from shardrun.shard.layout import FlatLayout, Fragment, Space
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -29,6 +29,7 @@ class FlatBucket:
     """(n,) this rank's slice of `param`."""
     own_staging: Tensor
     """(n,) this rank's slice of `staging`."""
+    rank: int
     splits: tuple[int, ...]
     """Elements of each rank's slice."""
     fragments: tuple[Fragment, ...]
@@ -42,9 +43,12 @@ class FlatBuffers:
     unchanged, and their gradients are accumulated in flat FP32 ranges (see FlatGradients).
     """
 
-    def __init__(self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
+    def __init__(
+        self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int, zeros: Zeros
+    ) -> None:
+        """`zeros` makes the ranges of the gradients, on all ranks alike."""
         self.layout = layout
-        self.gradients = FlatGradients(layout, parameters, rank, world_size)
+        self.gradients = FlatGradients(layout, parameters, rank, world_size, zeros=zeros)
         self.buckets: list[FlatBucket] = []
         self._data_ptrs: dict[str, int] = {}
         pending = iter(self.gradients.buckets)
@@ -63,6 +67,7 @@ class FlatBuffers:
                         staging,
                         whole[bucket.own],
                         staging[bucket.own],
+                        rank,
                         bucket.splits,
                         bucket.fragments,
                     )

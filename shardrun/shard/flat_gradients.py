@@ -55,6 +55,14 @@ class GradientBucket:
     """Every parameter of the bucket with the element at which it begins."""
 
 
+Zeros = Callable[[int, torch.device], Tensor]
+"""(numel,) float32 zeros on a device."""
+
+
+def _zeros(numel: int, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=torch.float32, device=device)
+
+
 class FlatGradients:
     """The pending FP32 gradients of one session on one rank.
 
@@ -71,7 +79,10 @@ class FlatGradients:
         world_size: int,
         *,
         adopt: bool = True,
+        zeros: Zeros = _zeros,
     ) -> None:
+        """`zeros` makes the flat ranges, on all ranks alike."""
+        self._zeros = zeros
         self.buckets: list[GradientBucket] = []
         self.held: list[Held] = []
         self.adopts = adopt
@@ -91,7 +102,7 @@ class FlatGradients:
     def _build(self, space: Space, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
         begins = space.memory_offsets(world_size)
         device = parameters[space.parameters[0].path].device
-        grad = torch.zeros(begins[-1], dtype=torch.float32, device=device)
+        grad = self._zeros(begins[-1], device)
         placed = [
             (Held(one.path, p, grad[at : at + one.numel].view(p.shape), p.dtype), at)
             for one, at in space.places(world_size)

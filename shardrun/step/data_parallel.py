@@ -137,7 +137,8 @@ class WholeGradients:
         entries = [Entry(path, parameters[path].numel(), dtypes[path], 0) for path in order]
         layout = plan_layout(entries, _BUCKET_NUMEL)
         self.identity = f"session {number}, layout {layout.digest[:16]}"
-        self.flat = FlatGradients(layout, parameters, comm.rank, comm.world_size, adopt=adopt)
+        rank, world_size = comm.rank, comm.world_size
+        self.flat = FlatGradients(layout, parameters, rank, world_size, adopt=adopt, zeros=comm.flat_zeros)
         self.paths = self.flat.paths
         self._reduced: list[Tensor] = []
         self._whole: dict[str, Tensor] = {}
@@ -152,8 +153,9 @@ class WholeGradients:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         self.flat.zero_absent(pending.present)
         self._reduced = [torch.empty_like(bucket.grad[bucket.own]) for bucket in self.flat.buckets]
-        for bucket, reduced in reversed(list(zip(self.flat.buckets, self._reduced, strict=True))):
-            self.comm.reduce_slice(bucket.grad, reduced, contributes=window.contributes, agreed=True)
+        with self.comm.meeting():
+            for bucket, reduced in reversed(list(zip(self.flat.buckets, self._reduced, strict=True))):
+                self.comm.reduce_slice(bucket.grad, reduced, contributes=window.contributes, agreed=True)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32."""

@@ -26,7 +26,7 @@ from shardrun.step.agreement import (
     agree_windows,
     is_real,
 )
-from shardrun.step.norm import clip_coefficient, from_limbs, norm_of, squares_of, to_limbs
+from shardrun.step.norm import clip_coefficient, from_limbs, is_finite, norm_of, squares_of, to_limbs
 from shardrun.step.transaction import signals_deferred, transaction
 
 
@@ -232,7 +232,7 @@ def _decide(comm: Communicator, call: str, moving: Sequence[Part], max_grad_norm
     """
     judged = [grad for part in moving for grad in part.strategy.gradients()]
     if max_grad_norm is None:
-        total, bad = 0, sum(int(not torch.isfinite(grad).all()) for grad in judged)
+        total, bad = 0, sum(not is_finite(grad) for grad in judged)
     else:
         total, bad = squares_of(judged)
     *digits, bad = comm.sum_integers([*to_limbs(total), bad])

@@ -58,6 +58,12 @@ def squares_of(grads: Iterable[Tensor]) -> tuple[int, int]:
     return total, bad
 
 
+def is_finite(grad: Tensor) -> bool:
+    """Whether (n,) of any floating dtype holds neither a NaN nor an infinity."""
+    quick = grad.sum(dtype=torch.float32)  # reads once and writes nothing; finite only if all elements are
+    return bool(torch.isfinite(quick)) or bool(torch.isfinite(grad).all())
+
+
 def exact_sum(values: Tensor) -> int:
     """The exact sum of (n,) finite float64 block sums, in units of 2 ** -362.
 

@@ -50,7 +50,8 @@ class ShardedOptimizer(ABC):
         self.step_count = 0
         self.torn = False
         session.taken_by = f"{type(self).__name__} {name}"
-        self.flat = FlatBuffers(layout, session.parameters, self.comm.rank, self.comm.world_size)
+        rank, world_size = self.comm.rank, self.comm.world_size
+        self.flat = FlatBuffers(layout, session.parameters, rank, world_size, self.comm.flat_zeros)
         # A group of one inside a larger world proposes too: what fails here must fail before the others have voted.
         proposes = (self.comm.parent or self.comm).world_size > 1
         self.slices = [make_slice(bucket, masters, proposes) for bucket in self.flat.buckets]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,10 +50,13 @@ class Slice:
 
     def commit(self) -> None:
         """Switch this bucket's parameters over, after the optimizer's own commit; allocates nothing."""
-        if self.proposed is not None:
-            self.bucket.param.copy_(self.bucket.staging)
-        elif self.has_master:
+        if self.has_master:
             self.bucket.own.copy_(self.leaf)
+        if self.proposed is None:
+            return
+        for rank, (low, high) in enumerate(pairwise(accumulate(self.bucket.splits, initial=0))):
+            if rank != self.bucket.rank:
+                self.bucket.param[low:high].copy_(self.bucket.staging[low:high])
 
 
 def make_slice(bucket: FlatBucket, masters: bool, proposes: bool) -> Slice:

@@ -170,10 +170,11 @@ class SelectedZero1(ShardedOptimizer):
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives the tensors that it owns. Pending gradients are not written."""
         self.flat.gradients.zero_absent(pending.present)
-        for s in reversed(self.slices):  # the order in which backward finishes them
-            self.comm.reduce_slice(
-                s.bucket.grad, s.reduced, splits=s.bucket.splits, contributes=window.contributes, agreed=True
-            )
+        with self.comm.meeting():
+            for s in reversed(self.slices):  # the order in which backward finishes them
+                self.comm.reduce_slice(
+                    s.bucket.grad, s.reduced, splits=s.bucket.splits, contributes=window.contributes, agreed=True
+                )
 
     def normalise(self, divisor: int | None) -> None:
         """Divide once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
@@ -191,9 +192,10 @@ class SelectedZero1(ShardedOptimizer):
     def gather(self, window: Window) -> None:
         """All owners' new tensors into staging, on the memory of the pending gradients. A world of one skips it."""
         self.stage(window)
-        for s in self.slices:
-            if s.proposed is not None:
-                self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits, agreed=True)
+        with self.comm.meeting():
+            for s in self.slices:
+                if s.proposed is not None:
+                    self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits, agreed=True)
 
     # vote: one for all sessions of the step
 

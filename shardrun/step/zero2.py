@@ -109,8 +109,9 @@ class SelectedZero2(ShardedOptimizer):
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         self.flat.gradients.zero_absent(pending.present)
-        for s in reversed(self.slices):  # the order in which backward finishes them
-            self.comm.reduce_slice(s.bucket.grad, s.reduced, contributes=window.contributes, agreed=True)
+        with self.comm.meeting():
+            for s in reversed(self.slices):  # the order in which backward finishes them
+                self.comm.reduce_slice(s.bucket.grad, s.reduced, contributes=window.contributes, agreed=True)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
@@ -128,9 +129,10 @@ class SelectedZero2(ShardedOptimizer):
     def gather(self, window: Window) -> None:
         """All ranks' new slices into staging, on the memory of the pending gradients. A world of one skips it."""
         self.stage(window)
-        for s in self.slices:
-            if s.proposed is not None:
-                self.comm.gather_slices(s.bucket.staging, s.proposed, agreed=True)
+        with self.comm.meeting():
+            for s in self.slices:
+                if s.proposed is not None:
+                    self.comm.gather_slices(s.bucket.staging, s.proposed, agreed=True)
 
     # vote: one for all sessions of the step
 
