@@ -119,7 +119,7 @@ class SharedMemory:
         """Where `tensor` (contiguous, not empty) stands in all ranks' buffers; None if in ordinary memory."""
         for region in self._regions:
             start = tensor.data_ptr() - region.begin
-            if 0 <= start and start + tensor.nbytes <= region.nbytes and region.own() is not None:
+            if start >= 0 and start + tensor.nbytes <= region.nbytes and region.own() is not None:
                 return Place(region, tensor, start)
         return None
 

@@ -15,6 +15,7 @@ results are kept, parameter- and state-sized on this rank's slices, and the comm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class SliceOptimizer(GroupedOptimizer):
         # The code of a user must not raise in a commit, so it never runs there.
         self._keeps_all = kind.declared is not None
         self._pieces: list[list[Piece]] = [[] for _ in self.options]
+        self._of_slice: list[list[Piece]] = []
+        self._groups: list[int] = []  # of each slice
         self._specs: dict[tuple[int, torch.dtype], StateSpec] = {}
         self.state_nbytes = 0
         for tensors in slices:
@@ -65,12 +68,14 @@ class SliceOptimizer(GroupedOptimizer):
             self._begin(piece)
         self._watch([[piece.path for piece in pieces] for pieces in self._pieces])
         self._scratch = Scratch(self._chunk_numel)
-        self._passes: list[Pass] | None = None
+        self._passes: list[list[Pass]] | None = None
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     def _cut(self, tensors: SliceTensors) -> None:
         group = tensors.option_group
+        self._groups.append(group)
+        self._of_slice.append([])
         if not tensors.fragments:
             return
         spec = self._specs.get((group, tensors.leaf.dtype))
@@ -78,7 +83,8 @@ class SliceOptimizer(GroupedOptimizer):
             spec = self._specs[group, tensors.leaf.dtype] = self.kind.spec(self.options[group], tensors.leaf)
         flat = {key: torch.zeros_like(tensors.leaf, dtype=dtype) for key, dtype in spec.elements.items()}
         self.state_nbytes += sum(tensor.nbytes for tensor in flat.values())
-        self._pieces[group] += cut(tensors, spec, flat, self._chunk_numel)
+        self._of_slice[-1] += cut(tensors, spec, flat, self._chunk_numel)
+        self._pieces[group] += self._of_slice[-1]
 
     def _spec_of(self, group: int) -> StateSpec | None:
         of_group = (spec for (number, _), spec in self._specs.items() if number == group)
@@ -93,12 +99,12 @@ class SliceOptimizer(GroupedOptimizer):
             in_place = {key: view.copy_(made[key]) for key, view in piece.elements.items() if key in made}
             self.optimizer.state[piece.leaf] = {**made, **in_place}
 
-    def _plan(self) -> list[Pass]:
-        """Pieces packed into passes of at most a chunk; made again whenever a first update gave state to a piece."""
+    def _plan(self) -> list[list[Pass]]:
+        """The pieces of each slice packed into passes of at most a chunk; made again whenever a first update gave state
+        to a piece."""
         return [
-            self._pass(group, batch)
-            for group, pieces in enumerate(self._pieces)
-            for batch in packed(pieces, self._chunk_numel)
+            [self._pass(group, batch) for batch in packed(pieces, self._chunk_numel)]
+            for group, pieces in zip(self._groups, self._of_slice, strict=True)
         ]
 
     def _pass(self, group: int, pieces: list[Piece]) -> Pass:
@@ -141,7 +147,7 @@ class SliceOptimizer(GroupedOptimizer):
         if self._passes is None or fresh:
             self._passes = self._plan()
         tried: set[int] = set()
-        for one in self._passes:
+        for one in chain.from_iterable(self._passes):
             one.optimizer.param_groups[one.group].update(self._live_options(one.group), lr=rates[one.group])
             kept = [self._keeps_all or piece.path in fresh for piece in one.pieces]
             if any(kept) or (one.group not in tried and not self._alone):
@@ -155,7 +161,12 @@ class SliceOptimizer(GroupedOptimizer):
 
     def stage(self, present: Mapping[str, bool]) -> None:
         """Write the new slices to every piece's `proposed`; see `Stepper`. Not called in a world of one."""
-        for one in self._passes or ():
+        for number in range(len(self._of_slice)):
+            self.stage_slice(number, present)
+
+    def stage_slice(self, number: int, present: Mapping[str, bool]) -> None:
+        """The same for one slice, in the order in which they were given."""
+        for one in self._passes[number] if self._passes else ():
             self._load(one)
             kept = [piece.kept if present[piece.path] else None for piece in one.pieces]
             one.run([present[piece.path] and held is None for piece, held in zip(one.pieces, kept, strict=True)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardrun.shard.flat_gradients import FlatGradients, Pending, Zeros
+from shardrun.shard.flat_gradients import FlatGradients, GradientBucket, Pending
 from shardrun.shard.layout import FlatLayout, Fragment, Space
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -22,13 +22,15 @@ class FlatBucket:
     param: Tensor
     """(sum(splits),) in the parameters' dtype: the live parameters."""
     grad: Tensor
-    """(sum(splits),) float32: the pending gradients."""
+    """(sum(splits),) float32: the pending gradients; where they are streamed, a slot that other buckets use too."""
     staging: Tensor
-    """(sum(splits),) in the parameters' dtype, on the memory of the pending gradients, dead after the reduction."""
+    """(sum(splits),) in the parameters' dtype, on the memory of `grad`, dead after the reduction."""
     own: Tensor
     """(n,) this rank's slice of `param`."""
     own_staging: Tensor
     """(n,) this rank's slice of `staging`."""
+    own_gaps: tuple[Tensor, ...]
+    """What of `own_staging` belongs to no parameter."""
     rank: int
     splits: tuple[int, ...]
     """Elements of each rank's slice."""
@@ -40,38 +42,28 @@ class FlatBuffers:
     """The flat storage of one session on one rank.
 
     Making one moves the trainable ones of the given parameters into it: their `.data` become contiguous views, values
-    unchanged, and their gradients are accumulated in flat FP32 ranges (see FlatGradients).
+    unchanged. `gradients` are those of the same layout.
     """
 
     def __init__(
-        self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int, zeros: Zeros
+        self,
+        layout: FlatLayout,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: FlatGradients,
+        rank: int,
+        world_size: int,
     ) -> None:
-        """`zeros` makes the ranges of the gradients, on all ranks alike."""
         self.layout = layout
-        self.gradients = FlatGradients(layout, parameters, rank, world_size, zeros=zeros)
+        self.gradients = gradients
         self.buckets: list[FlatBucket] = []
         self._data_ptrs: dict[str, int] = {}
-        pending = iter(self.gradients.buckets)
+        pending = iter(gradients.buckets)
         for space in layout.spaces:
             param = _move_in(space, parameters, world_size)
             begin = 0
             for _ in space.buckets:
                 bucket = next(pending)
-                whole = param[begin : begin + bucket.grad.numel()]
-                staging = bucket.grad.view(param.dtype)[: bucket.grad.numel()]
-                self.buckets.append(
-                    FlatBucket(
-                        space.option_group,
-                        whole,
-                        bucket.grad,
-                        staging,
-                        whole[bucket.own],
-                        staging[bucket.own],
-                        rank,
-                        bucket.splits,
-                        bucket.fragments,
-                    )
-                )
+                self.buckets.append(_bucket(space, bucket, param[begin : begin + bucket.grad.numel()], rank))
                 begin += bucket.grad.numel()
         for path, parameter in self.parameters():
             self._data_ptrs[path] = parameter.data_ptr()
@@ -106,9 +98,30 @@ class FlatBuffers:
         self.clear()
         # The commit wrote through the flat storage: a graph that was built before it must not be used for a backward.
         torch.autograd.graph.increment_version([parameter for _, parameter in self.parameters()])
+        if self.gradients.streams:
+            return  # who writes to a slot leaves no gap in it
         for bucket in self.buckets:  # FP32 spaces staged whole slices, whose padding is zero already
             if bucket.param.dtype != torch.float32:
                 bucket.grad.zero_()
+
+
+def _bucket(space: Space, pending: GradientBucket, param: Tensor, rank: int) -> FlatBucket:
+    staging = pending.grad.view(param.dtype)[: param.numel()]
+    own = staging[pending.own]
+    ends = [0, *(one.offset + one.stop - one.start for one in pending.fragments)]
+    begins = [*(one.offset for one in pending.fragments), own.numel()]
+    return FlatBucket(
+        space.option_group,
+        param,
+        pending.grad,
+        staging,
+        param[pending.own],
+        own,
+        tuple(own[low:high] for low, high in zip(ends, begins, strict=True) if low < high),
+        rank,
+        pending.splits,
+        pending.fragments,
+    )
 
 
 def _move_in(space: Space, parameters: Mapping[str, nn.Parameter], world_size: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +54,28 @@ class GradientBucket:
     fragments: tuple[Fragment, ...]
     """What of which parameter stands in it."""
     members: tuple[tuple[Held, int], ...]
-    """Every parameter of the bucket with the element at which it begins."""
+    """Every parameter of the bucket with the element at which it begins, in memory's order."""
+
+    def gaps(self) -> list[Tensor]:
+        """The padding between parameters and behind the last one, as views of `grad`."""
+        ends = [0, *(at + held.grad.numel() for held, at in self.members)]
+        begins = [*(at for _, at in self.members), self.grad.numel()]
+        return [self.grad[low:high] for low, high in zip(ends, begins, strict=True) if low < high]
 
 
-Zeros = Callable[[int, torch.device], Tensor]
-"""(numel,) float32 zeros on a device."""
+class Zeros(Protocol):
+    """(numel,) float32 zeros on a device."""
+
+    def __call__(self, numel: int, device: torch.device) -> Tensor: ...
 
 
 def _zeros(numel: int, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=torch.float32, device=device)
+
+
+def _device(layout: FlatLayout, parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    first = next((space.parameters[0].path for space in layout.spaces), None)
+    return torch.device("cpu") if first is None else parameters[first].device
 
 
 class FlatGradients:
@@ -70,6 +85,9 @@ class FlatGradients:
     16-bit parameters. Without, `.grad` is left as torch makes it, and copied in at the step. Presence of a gradient is
     `.grad` at the step: our view, another tensor (copied in), or None (absent).
     """
+
+    streams = False
+    """Whether gradients are sent while backward goes on, and not kept."""
 
     def __init__(
         self,
@@ -82,46 +100,63 @@ class FlatGradients:
         zeros: Zeros = _zeros,
     ) -> None:
         """`zeros` makes the flat ranges, on all ranks alike."""
-        self._zeros = zeros
         self.buckets: list[GradientBucket] = []
         self.held: list[Held] = []
         self.adopts = adopt
+        sizes = [sum(bucket.splits(world_size)) for space in layout.spaces for bucket in space.buckets]
+        self.memory = self._memory(layout, sizes, partial(zeros, device=_device(layout, parameters)))
+        """(elements of the bucket,) float32 for each bucket in the order of the layout."""
         for space in layout.spaces:
             self._build(space, parameters, rank, world_size)
         placed = {id(held.parameter) for held in self.held}
         self._frozen = [(path, parameter) for path, parameter in parameters.items() if id(parameter) not in placed]
         """Frozen when the contract was made, whatever they are by now."""
         for held in self.held if adopt else ():
-            _take_over(held)
+            self._take_over(held)
 
     @property
     def paths(self) -> list[str]:
         """Paths of the trainable parameters in layout order."""
         return [held.path for held in self.held]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buckets on this rank."""
+        return sum(grad.nbytes for grad in self.memory)
+
+    def _memory(self, layout: FlatLayout, sizes: Sequence[int], zeros: Callable[[int], Tensor]) -> list[Tensor]:
+        """One range after another."""
+        return list(zeros(sum(sizes)).split(sizes)) if sizes else []  # type: ignore[no-untyped-call]
+
     def _build(self, space: Space, parameters: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
         begins = space.memory_offsets(world_size)
-        device = parameters[space.parameters[0].path].device
-        grad = self._zeros(begins[-1], device)
-        placed = [
-            (Held(one.path, p, grad[at : at + one.numel].view(p.shape), p.dtype), at)
-            for one, at in space.places(world_size)
-            for p in (parameters[one.path],)
-        ]
-        self.held += [held for held, _ in placed]
+        places = list(space.places(world_size))
         for bucket, begin, end in zip(space.buckets, begins, begins[1:], strict=False):
+            grad = self.memory[len(self.buckets)]
+            members = tuple(
+                (Held(one.path, p, grad[at - begin : at - begin + one.numel].view(p.shape), p.dtype), at - begin)
+                for one, at in places
+                if begin <= at < end
+                for p in (parameters[one.path],)
+            )
+            self.held += [held for held, _ in members]
             splits = tuple(bucket.splits(world_size))
             low = sum(splits[:rank])
-            self.buckets.append(
-                GradientBucket(
-                    space,
-                    grad[begin:end],
-                    splits,
-                    slice(low, low + splits[rank]),
-                    tuple(space.fragments(bucket, rank, world_size)),
-                    tuple((held, at - begin) for held, at in placed if begin <= at < end),
-                )
-            )
+            own, fragments = slice(low, low + splits[rank]), tuple(space.fragments(bucket, rank, world_size))
+            self.buckets.append(GradientBucket(space, grad, splits, own, fragments, members))
+
+    @torch.no_grad()
+    def _take_over(self, held: Held) -> None:
+        """Accumulate in the flat range from now on."""
+        if not held.parameter.requires_grad:
+            return  # frozen after the contract was made: the next step refuses that
+        pending = held.parameter.grad
+        if pending is not None and not pending.is_sparse:
+            held.grad.copy_(pending)
+            _set_grad(held.parameter, held.grad)
+        elif pending is None:
+            held.parameter.grad_dtype = torch.float32
+        hook_up(held.parameter, _adopt_into(held.grad))
 
     def collect(self, grads: Mapping[str, Tensor | None] | None = None) -> Pending:
         """The local gradients of the window, those in `grads` or every `.grad`; local.
@@ -129,6 +164,21 @@ class FlatGradients:
         What does not stand in the flat range yet is copied there; nothing else is changed.
         """
         present = []
+        problems = self._of_frozen()
+        for held in self.held:
+            grad = held.parameter.grad if grads is None else grads.get(held.path)
+            problem = structure_problem(held) or (grad is not None and form_problem(held, grad))
+            if problem:
+                problems.append(problem)
+            elif grad is not None and grad is not held.grad:
+                held.grad.copy_(grad)
+                if self.adopts:
+                    _set_grad(held.parameter, held.grad)
+            present.append(grad is not None)
+        return Pending(tuple(present), tuple(problems))
+
+    def _of_frozen(self) -> list[str]:
+        """What is wrong with the parameters that were frozen at set-up."""
         problems = [
             f"{path}: was frozen at set-up and is trainable now; make a new session after unfreezing"
             for path, parameter in self._frozen
@@ -139,17 +189,7 @@ class FlatGradients:
             for path, parameter in self._frozen
             if not parameter.requires_grad and parameter.grad is not None
         ]
-        for held in self.held:
-            grad = held.parameter.grad if grads is None else grads.get(held.path)
-            problem = _structure_problem(held) or (grad is not None and _form_problem(held, grad))
-            if problem:
-                problems.append(problem)
-            elif grad is not None and grad is not held.grad:
-                held.grad.copy_(grad)
-                if self.adopts:
-                    _set_grad(held.parameter, held.grad)
-            present.append(grad is not None)
-        return Pending(tuple(present), tuple(problems))
+        return problems
 
     def zero_absent(self, present: tuple[bool, ...]) -> None:
         """Fill the ranges of absent gradients with zeros: they hold what an earlier step left there."""
@@ -170,21 +210,11 @@ class FlatGradients:
             held.parameter.grad = None
 
 
-@torch.no_grad()
-def _take_over(held: Held) -> None:
-    """Accumulate in the flat range from now on; a session made anew takes the place of the one before."""
-    if not held.parameter.requires_grad:
-        return  # frozen after the contract was made: the next step refuses that
-    if held.parameter in _HOOKS:
-        _HOOKS[held.parameter].remove()
-    pending = held.parameter.grad
-    if pending is not None and not pending.is_sparse:
-        held.grad.copy_(pending)
-        _set_grad(held.parameter, held.grad)
-    elif pending is None:
-        held.parameter.grad_dtype = torch.float32
-    hook = held.parameter.register_post_accumulate_grad_hook(_adopt_into(held.grad))  # type: ignore[no-untyped-call]
-    _HOOKS[held.parameter] = hook
+def hook_up(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` whenever a backward has accumulated a gradient; a session made anew takes the place of the last."""
+    if parameter in _HOOKS:
+        _HOOKS[parameter].remove()
+    _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _adopt_into(view: Tensor) -> Callable[[Tensor], None]:
@@ -239,7 +269,8 @@ def deliver(held: Held, grad: Tensor, *, adopted: bool) -> Tensor:
     return grad
 
 
-def _structure_problem(held: Held) -> str:
+def structure_problem(held: Held) -> str:
+    """What has happened to the parameter since set-up that a step cannot go on with."""
     if not held.parameter.requires_grad:
         return f"{held.path}: was trainable at set-up and is frozen now; make a new session after freezing"
     parameter, grad = held.parameter, held.grad
@@ -250,7 +281,8 @@ def _structure_problem(held: Held) -> str:
     return ""
 
 
-def _form_problem(held: Held, grad: Tensor) -> str:
+def form_problem(held: Held, grad: Tensor) -> str:
+    """Why `grad` cannot be its gradient."""
     if grad.layout != torch.strided or grad.shape != held.grad.shape:
         return f"{held.path}: gradient of shape {tuple(grad.shape)} ({grad.layout}) does not fit"
     return ""

@@ -116,6 +116,7 @@ class WholeGradients:
     """
 
     stages_on_gradients = False
+    streams = False
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -55,6 +56,8 @@ class Strategy(Protocol):
     """Whether a commit, or the loading of a record, began and did not end."""
     stages_on_gradients: bool
     """Whether `gather` writes to the memory of the pending gradients."""
+    streams: bool
+    """Whether gradients are gone as soon as they are reduced."""
 
     @property
     def paths(self) -> Sequence[str]:
@@ -120,7 +123,7 @@ def run_step(
     """
     for part in parts:
         require_whole(part.strategy)
-    with transaction(comm, call.partition(" of ")[0], parts[0].strategy.step_count + 1, lambda: _drop_staged(parts)):
+    with transaction(comm, call.partition(" of ")[0], parts[0].strategy.step_count + 1, partial(_drop_lost, parts)):
         comm.enter("collect")
         for part in parts:
             pending = part.strategy.collect()
@@ -191,11 +194,11 @@ def _drop(parts: Sequence[Part]) -> None:
         part.strategy.clear()
 
 
-def _drop_staged(parts: Sequence[Part]) -> bool:
-    """After a failure: nobody may take what was gathered for gradients."""
-    staged = [part for part in parts if part.strategy.stages_on_gradients]
-    _drop(staged)
-    return bool(staged)
+def _drop_lost(parts: Sequence[Part], staged: bool) -> bool:
+    """After a failure: nobody may take for gradients what is none any more, or what was gathered (`staged`)."""
+    lost = [p for p in parts if p.strategy.streams or (staged and p.strategy.stages_on_gradients)]
+    _drop(lost)
+    return bool(lost)
 
 
 def _agree_alone(comm: Communicator, call: str, part: Part) -> bool:

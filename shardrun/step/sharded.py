@@ -16,8 +16,9 @@ from shardrun.optim.kinds import OptionGroup
 from shardrun.optim.stepper import Stepper
 from shardrun.records.record import RECORD_VERSION, ShardRecord, record_of
 from shardrun.shard.flat_buffer import FlatBuffers
-from shardrun.shard.flat_gradients import Pending
+from shardrun.shard.flat_gradients import FlatGradients, Pending
 from shardrun.shard.layout import FlatLayout
+from shardrun.shard.streamed_gradients import StreamedGradients
 from shardrun.step.agreement import Request, Window, is_real
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.draft import Draft
@@ -40,21 +41,30 @@ class ShardedOptimizer(ABC):
     stages_on_gradients = True
     stepper: Stepper
 
-    def __init__(self, session: SelectedDataParallel, name: str, masters: bool, layout: FlatLayout) -> None:
+    def __init__(
+        self, session: SelectedDataParallel, name: str, masters: bool, layout: FlatLayout, *, streams: bool = False
+    ) -> None:
         self.session = session
         self.comm = session.comm
         self.name = name
         self.masters = masters
         self.layout = layout
-        self.identity = f"session {session.number}, layout {layout.digest[:16]}"
+        self.streams = streams
+        self.identity = f"session {session.number}, layout {layout.digest[:16]}{', streamed' if streams else ''}"
         self.step_count = 0
         self.torn = False
         session.taken_by = f"{type(self).__name__} {name}"
-        rank, world_size = self.comm.rank, self.comm.world_size
-        self.flat = FlatBuffers(layout, session.parameters, rank, world_size, self.comm.flat_zeros)
+        place = (self.comm.rank, self.comm.world_size)
+        zeros = self.comm.flat_zeros
+        gradients: FlatGradients
+        if streams:
+            gradients = StreamedGradients(layout, session.parameters, *place, order=session.order, zeros=zeros)
+        else:
+            gradients = FlatGradients(layout, session.parameters, *place, zeros=zeros)
+        self.flat = FlatBuffers(layout, session.parameters, gradients, *place)
         # A group of one inside a larger world proposes too: what fails here must fail before the others have voted.
         proposes = (self.comm.parent or self.comm).world_size > 1
-        self.slices = [make_slice(bucket, masters, proposes) for bucket in self.flat.buckets]
+        self.slices = [make_slice(bucket, masters, proposes, streams) for bucket in self.flat.buckets]
         self._masters = Masters(self.slices)
 
     # ---- what it is --------------------------------------------------------------------------------------------
@@ -106,7 +116,7 @@ class ShardedOptimizer(ABC):
         New slices are staged on the memory of the pending ones.
         """
         return {
-            "pending": sum(s.bucket.grad.nbytes for s in self.slices),
+            "pending": self.flat.gradients.nbytes,
             "reduced": sum(s.nbytes for s in self.slices),
         }
 
@@ -157,7 +167,8 @@ class ShardedOptimizer(ABC):
         """Write this rank's new slices where they are gathered from: the window's gradients end here."""
         if any(s.proposed is not None for s in self.slices):
             for s in self.slices:
-                s.clear_padding()
+                s.clear_gaps()
+                s.await_others()
             self.stepper.stage(window.present)
 
     def _problems(self, pending: Pending) -> Pending:
@@ -170,8 +181,10 @@ class ShardedOptimizer(ABC):
         return self.flat.gradients.non_finite(pending.present)
 
     def clear(self) -> None:
-        """Drop the window's pending gradients; local."""
+        """Drop the window's pending gradients, and what was gathered; local."""
         self.flat.clear()
+        for s in self.slices:
+            s.forget()
 
     def discard_gradients(self) -> None:
         """Drop the window's pending gradients without a step; local, every rank decides alike."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,6 +27,13 @@ class Slice:
     """(n,) in the parameter's dtype: the new slice, this rank's part of the staging, so on the memory of the pending
     gradients. None in a world of one, where the leaf is stepped in the commit."""
 
+    live: Sequence[Tensor]
+    """By rank: (splits[rank],) the live parameter slices."""
+    streams: bool
+    """Whether gradients are streamed, so that `bucket.grad` is a slot which the next bucket needs."""
+    arriving: list[Tensor] = field(default_factory=list)
+    """Between gather and commit, by rank: (splits[rank],) new slices in the parameter's dtype."""
+
     @property
     def has_master(self) -> bool:
         """Whether the leaf is an FP32 master beside a 16-bit parameter."""
@@ -34,7 +42,8 @@ class Slice:
     @property
     def nbytes(self) -> int:
         """Bytes of the reduced gradient, and of its cast to the leaf's dtype where that is another one."""
-        return self.reduced.nbytes + (0 if self.grad is self.reduced else self.grad.nbytes)
+        apart = 0 if self.reduced is self.bucket.grad else self.reduced.nbytes
+        return apart + (0 if self.grad is self.reduced else self.grad.nbytes)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide once by the exact weight, in FP32; then cast once to the optimizer's gradient dtype."""
@@ -43,10 +52,17 @@ class Slice:
         if self.grad is not self.reduced:
             self.grad.copy_(self.reduced)
 
-    def clear_padding(self) -> None:
-        """Before the new slice is staged: where 16-bit elements lie on FP32 gradients, padding is not zero yet."""
-        if self.proposed is not None and self.proposed.dtype != torch.float32:
-            self.proposed.zero_()
+    def clear_gaps(self) -> None:
+        """Zeros where no parameter is, in the memory in which the new slice is staged."""
+        for gap in self.bucket.own_gaps:
+            gap.zero_()
+
+    def await_others(self) -> None:
+        """Have memory for the new slices of the other ranks; they are on that of the gradients if these are kept."""
+        assert self.proposed is not None
+        others = [self.proposed.new_empty(numel) for numel in self.bucket.splits] if self.streams else []
+        self.arriving[:] = others or _cut(self.bucket.staging, self.bucket.splits)
+        self.arriving[self.bucket.rank] = self.proposed
 
     def commit(self) -> None:
         """Switch this bucket's parameters over, after the optimizer's own commit; allocates nothing."""
@@ -54,15 +70,26 @@ class Slice:
             self.bucket.own.copy_(self.leaf)
         if self.proposed is None:
             return
-        for rank, (low, high) in enumerate(pairwise(accumulate(self.bucket.splits, initial=0))):
+        for rank, (live, new) in enumerate(zip(self.live, self.arriving, strict=True)):
             if rank != self.bucket.rank:
-                self.bucket.param[low:high].copy_(self.bucket.staging[low:high])
+                live.copy_(new)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what has arrived."""
+        self.arriving.clear()
 
 
-def make_slice(bucket: FlatBucket, masters: bool, proposes: bool) -> Slice:
+def _cut(bucket: Tensor, splits: Sequence[int]) -> list[Tensor]:
+    return [bucket[low:high] for low, high in pairwise(accumulate(splits, initial=0))]
+
+
+def make_slice(bucket: FlatBucket, masters: bool, proposes: bool, streams: bool) -> Slice:
     """Allocate what a step of `bucket` needs on this rank."""
     own = bucket.own
-    reduced = torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
+    alone = streams and len(bucket.splits) == 1  # nothing is reduced, and nothing kept
+    reduced = bucket.grad if alone else torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
     leaf = own.float() if masters and own.dtype != torch.float32 else own
     grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-    return Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None)
+    live = _cut(bucket.param, bucket.splits)
+    return Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None, live, streams)

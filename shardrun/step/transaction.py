@@ -15,13 +15,13 @@ PHASES = ("collect", "agree", "reduce", "normalise", "decide", "propose", "gathe
 
 
 @contextmanager
-def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callable[[], bool]) -> Iterator[None]:
+def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callable[[bool], bool]) -> Iterator[None]:
     """Run the phases of one step; the body announces each by `comm.enter(phase)`, and "idle" when it has committed.
 
     What all ranks raise alike (a refusal) passes through: nothing has changed and the communicator is fine. A failed
     collective, or a local failure that the others cannot know of, closes the communicator and becomes StepFailed.
-    `what` names it ("step 3"). `drop_gradients` drops the pending gradients whose memory holds what was gathered and
-    tells whether there were any; it is called after a failure in gather or later.
+    `what` names it ("step 3"). `drop_gradients` is called after a failure, with whether that was in gather or later:
+    it drops the pending gradients that are lost, and tells whether there were any.
     """
     comm.require_open()
     try:
@@ -36,13 +36,14 @@ def transaction(comm: Communicator, what: str, step: int, drop_gradients: Callab
             # The others wait for this rank: closing the connections frees them.
             told = f"{type(error).__name__}: {error}"
             comm.poison(f"{comm.named(comm.rank)} failed in phase {comm.phase} of {what}: {told}")
-        dropped = PHASES.index(comm.phase) >= PHASES.index("gather") and drop_gradients()
+        dropped = drop_gradients(PHASES.index(comm.phase) >= PHASES.index("gather"))
         if not isinstance(error, Exception):
             raise
-        raise _failed(comm, what, step, error, kept=not dropped) from error
+        raise failed(comm, what, step, error, kept=not dropped) from error
 
 
-def _failed(comm: Communicator, what: str, step: int, error: Exception, *, kept: bool) -> StepFailed:
+def failed(comm: Communicator, what: str, step: int, error: Exception, *, kept: bool) -> StepFailed:
+    """What is raised for `error` in the phase that `comm` is in; `kept`: whether the pending gradients are."""
     unchanged = f"parameters and optimizer state are those of step {step - 1}"
     others = f"the other ranks are at {what}; " if comm.world_size > 1 else ""
     state = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +13,13 @@ from shardrun.optim.elementwise import SliceOptimizer, SliceTensors
 from shardrun.optim.kinds import Elementwise, OptionGroup
 from shardrun.records.record import Zero2Record
 from shardrun.shard.flat_gradients import Pending
-from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Window
+from shardrun.shard.streamed_gradients import StreamedGradients
+from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.draft import BUCKET_BYTES, CutDraft, Optimizer, draft_zero2
-from shardrun.step.joint_step import StepResult, as_flag
+from shardrun.step.joint_step import StepResult, as_flag, require_whole
 from shardrun.step.sharded import ShardedOptimizer, agree_draft, agree_layout, options_text
+from shardrun.step.streaming import Streaming
 
 
 class SelectedZero2(ShardedOptimizer):
@@ -26,6 +30,9 @@ class SelectedZero2(ShardedOptimizer):
     parameters other options (first match wins). `masters`: FP32 master weights for 16-bit parameters; without them a
     slice is updated in its own dtype. Selected parameters' memory moves into flat buffers (values unchanged); state
     exists for this rank's slices only.
+
+    `stream_gradients`: reduce inside the last backward, bucket by bucket, and keep nothing, for the least memory. Every
+    rank runs that backward in `window`; a step that is refused or fails cannot be tried again without a new one.
     """
 
     strategy = "zero2"
@@ -40,6 +47,7 @@ class SelectedZero2(ShardedOptimizer):
         name: str = "default",
         bucket_bytes: int = BUCKET_BYTES,
         chunk_numel: int | None = None,
+        stream_gradients: bool = False,
         **options: Any,
     ) -> None:
         def draw() -> CutDraft:
@@ -58,7 +66,12 @@ class SelectedZero2(ShardedOptimizer):
         assert isinstance(share.kind, Elementwise)
         self.kind = share.kind
         asked = f"{share.kind.name} {options_text(options, share.option_groups)} {masters} {bucket_bytes}"
-        super().__init__(session, name, masters, agree_layout(session, name, asked, draft))
+        layout = agree_layout(session, name, f"{asked} {stream_gradients}", draft)
+        super().__init__(session, name, masters, layout, streams=stream_gradients)
+        self._asked_weight: object = None
+        gradients, self._streaming = self.flat.gradients, None
+        if isinstance(gradients, StreamedGradients):
+            self._streaming = Streaming(session.comm, f"{name}, {self.identity}", gradients, self.slices)
         self.stepper = self.slice_optimizer = SliceOptimizer(
             share.kind,
             options,
@@ -98,16 +111,45 @@ class SelectedZero2(ShardedOptimizer):
         """
         return self._step(SUM, as_flag(local_active), lr, missing, max_grad_norm)
 
+    def request(
+        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
+    ) -> Request:
+        """What is asked of this session in one step."""
+        self._asked_weight = weight if mode == MEAN else None
+        return super().request(mode, weight, lr, missing, max_grad_norm)
+
+    @contextmanager
+    def window(self, *, local_weight: int | Tensor, last: bool = True) -> Iterator[None]:
+        """Run the last backward before a step in this block; collective if the session streams its gradients.
+
+        Every rank of the group enters it, one without samples with an empty block, and all equally often: once before a
+        step, or once for each micro-batch, whose sums then add up in the slices (the sums over ranks come first, so the
+        last bits may be others). `local_weight`: samples or tokens in what this block reduces; the step's is the sum of
+        these. `last` False: nothing is reduced yet, gradients accumulate as usual. A session that keeps its gradients
+        reduces them in the step, and the block does nothing.
+        Raises StepRefused kin on all ranks, or StepFailed; an exception in the block closes the communicator.
+        """
+        if self._streaming is None or not last:
+            yield
+            return
+        require_whole(self)
+        with self._streaming.window(self.step_count + 1, local_weight):
+            yield
+
     # ---- the phases, in the order of joint_step.run_step ---------------------------------------------------------
 
     def collect(self) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
-        return self._problems(self.flat.collect())
+        pending = self._problems(self.flat.collect())
+        unfit = self._streaming.problems(self._asked_weight) if self._streaming is not None else []
+        return replace(pending, problems=(*pending.problems, *unfit))
 
     # agree: step/agreement.py, the same for every strategy
 
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
+        if self._streaming is not None:
+            return  # done, in `window`
         self.flat.gradients.zero_absent(pending.present)
         with self.comm.meeting():
             for s in reversed(self.slices):  # the order in which backward finishes them
@@ -115,6 +157,8 @@ class SelectedZero2(ShardedOptimizer):
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
+        if self._streaming is not None:
+            self._streaming.gradients.spend()
         for s in self.slices:
             s.normalise(divisor)
 
@@ -127,12 +171,25 @@ class SelectedZero2(ShardedOptimizer):
         self.stepper.propose(window.present, rates)
 
     def gather(self, window: Window) -> None:
-        """All ranks' new slices into staging, on the memory of the pending gradients. A world of one skips it."""
-        self.stage(window)
-        with self.comm.meeting():
-            for s in self.slices:
-                if s.proposed is not None:
-                    self.comm.gather_slices(s.bucket.staging, s.proposed, agreed=True)
+        """All ranks' new slices to this one, on the memory of the pending gradients if they are kept. A world of one
+        skips it."""
+        if self._streaming is not None:
+            sequence = self._streaming.gradients.sequence
+            for number in sequence:  # through the slots, which hold few at a time
+                self._gather([number], window, more=number != sequence[-1])
+        else:
+            self._gather(range(len(self.slices)), window)
+
+    def _gather(self, numbers: Iterable[int], window: Window, *, more: bool = False) -> None:
+        proposed = [(number, s) for number in numbers for s in (self.slices[number],) if s.proposed is not None]
+        for number, s in proposed:
+            s.clear_gaps()
+            self.slice_optimizer.stage_slice(number, window.present)
+            s.await_others()
+        with self.comm.meeting(more=more):
+            for _, s in proposed:
+                assert s.proposed is not None
+                self.comm.gather_slices(s.arriving, s.proposed, source=s.bucket.staging, agreed=True)
 
     # vote: one for all sessions of the step
 

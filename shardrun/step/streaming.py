@@ -1,0 +1,87 @@
+"""Gradients that a ZeRO-2 session reduces inside backward, and does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardrun.comm.communicator import Communicator
+from shardrun.errors import CommunicatorError, StepRefused, by_all
+from shardrun.shard.streamed_gradients import StreamedGradients
+from shardrun.step.agreement import integer_weight, weight_problems
+from shardrun.step.slices import Slice
+from shardrun.step.transaction import failed
+
+
+class Streaming:
+    """The windows of a session on `comm`; `identity` has its name, number and layout. See [Note: streaming]."""
+
+    def __init__(
+        self, comm: Communicator, identity: str, gradients: StreamedGradients, slices: Sequence[Slice]
+    ) -> None:
+        self.comm = comm
+        self.gradients = gradients
+        self._identity = identity
+        self._slices = slices
+        self._weight = 0
+        self._spare: Tensor | None = None
+
+    @contextmanager
+    def window(self, step: int, local_weight: object) -> Iterator[None]:
+        """Reduce what a backward in this block, and those before it, leave; collective. See SelectedZero2.window."""
+        weight = self._agree(step, local_weight)
+        try:
+            with self.gradients.receiving(partial(self._send, contributes=weight > 0), counts=weight > 0):
+                yield
+        except BaseException as error:
+            self.gradients.clear()
+            self._release_others(step, error)
+            if isinstance(error, CommunicatorError):
+                raise failed(self.comm, f"step {step}", step, error, kept=False) from error
+            raise
+        self._weight = weight if self.gradients.rounds == 1 else self._weight + weight
+
+    def _agree(self, step: int, local_weight: object) -> int:
+        """This rank's weight, once all ranks are known to be in the same window."""
+        problems = weight_problems(local_weight, self.comm.world_size)
+        where = f"part {self.gradients.rounds + 1} of step {step}"
+        found = self.comm.compare("window", f"{where}, {self._identity}", {}, [len(problems)])
+        if found.sums[0]:
+            texts = self.comm.texts("problems", "; ".join(problems))
+            told = "; ".join(f"{self.comm.named(rank)}: {text}" for rank, text in enumerate(texts) if text)
+            raise by_all(StepRefused(f"{where} refused before its backward: {told}"))
+        return integer_weight(local_weight)
+
+    def _send(self, number: int, *, last: bool, contributes: bool) -> None:
+        """Reduce one bucket: this rank's slice adds up over the parts of a step."""
+        s, first = self._slices[number], self.gradients.rounds == 0
+        if s.reduced is s.bucket.grad:
+            return  # a rank alone: it is there
+        out = s.reduced if first else self._second(s.reduced.numel())
+        with self.comm.meeting(more=not last):
+            self.comm.reduce_slice(s.bucket.grad, out, contributes=contributes, agreed=True)
+        if not first:
+            s.reduced.add_(out)
+
+    def _second(self, numel: int) -> Tensor:
+        """(numel,) float32 for the sum of a later part."""
+        if self._spare is None:
+            self._spare = torch.empty_like(max((s.reduced for s in self._slices), key=Tensor.numel))
+        return self._spare[:numel]
+
+    def _release_others(self, step: int, error: BaseException) -> None:
+        """They wait for gradients that this rank will not send."""
+        if self.comm.world_size > 1 and not self.comm.is_poisoned:
+            told = f"{type(error).__name__}: {error}"
+            self.comm.poison(f"{self.comm.named(self.comm.rank)} failed in the window of step {step}: {told}")
+
+    def problems(self, stepped_weight: object) -> list[str]:
+        """Why a step with this rank's `stepped_weight` cannot take what was sent; None: any weight."""
+        if stepped_weight is None or weight_problems(stepped_weight, self.comm.world_size) or not self.gradients.rounds:
+            return []
+        given = integer_weight(stepped_weight)
+        return [] if given == self._weight else [f"local_weight is {given}, and {self._weight} in the windows before"]
