@@ -31,10 +31,10 @@ class Communicator(DataPlane):
     """Ranks 0..world_size-1 that hold replicas of the same selected parameters: a world, or a subgroup of one.
 
     Made by `single()`, `from_env()`, `open(config)` or `subgroup(ranks)`. Collective, that is called by every rank in
-    the same order, are `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices`,
-    `sum_integers`, `flat_zeros` and `subgroup`. The first failed collective poisons the communicator and closes its connections;
-    every later call is refused at once with the first cause. In all this a world and its subgroups are one: a failure
-    in any of them closes all, and `phase`, `collective`, `observer` and `close` are the same on each.
+    the same order, are `compare`, `agree`, `texts`, `vote`, `broadcast_`, `reduce_slice`, `gather_slices`, `exchanges`,
+    `sum_integers`, `flat_zeros` and `subgroup`. The first failed collective poisons the communicator and closes its
+    connections; every later call is refused at once with the first cause. In all this a world and its subgroups are
+    one: a failure in any of them closes all, and `phase`, `collective`, `observer` and `close` are the same on each.
     """
 
     def __init__(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardrun.comm.agreement import Agreement
+from shardrun.comm.board import BOARD_BYTES, Board, knows_order
 from shardrun.comm.group import Group
 from shardrun.comm.shared_memory import Offer, SharedMemory
-from shardrun.comm.slices import ExchangeSeam, NativeSeam, SharedSeam, Slices, SliceSeam, slice_sizes
+from shardrun.comm.slices import Finish, NativeSeam, SharedSeam, Slices, SliceSeam, slice_sizes
 from shardrun.comm.world_state import WorldState
 from shardrun.errors import UsageError, by_all
+
+T = TypeVar("T")
 
 
 class DataPlane(Agreement):
@@ -34,7 +39,7 @@ class DataPlane(Agreement):
         """Why buffers are not in shared memory; of all ranks, as soon as they have tried to make one."""
         self._gave_up_sharing = False
         self._memory = SharedMemory()
-        self._control = SharedSeam(group, ExchangeSeam(group, state), self._memory)
+        self._control = SharedSeam(group, state, self._memory)
         self._seam: SliceSeam = NativeSeam(group.size, group) if backend == "nccl" else self._control
 
     @property
@@ -57,13 +62,20 @@ class DataPlane(Agreement):
         The ranks of the group read each other's in place where all of them are on one host, see
         [Note: reading in place].
         """
-        talks = self.world_size > 1 and device.type == "cpu" and numel > 0
-        own = self._share(4 * numel) if talks and not self._gave_up_sharing else None
-        return torch.zeros(numel, dtype=torch.float32, device=device) if own is None else own.view(torch.float32)
+        if self.world_size > 1 and device.type == "cpu" and numel > 0 and not self._gave_up_sharing:
+            if self._group.board is None and knows_order():
+                self._share(BOARD_BYTES, self._hang_up)
+            made = [] if self._gave_up_sharing else self._share(4 * numel, self._memory.add)
+            if made:
+                return made[0].view(torch.float32)
+        return torch.zeros(numel, dtype=torch.float32, device=device)
 
-    def _share(self, nbytes: int) -> Tensor | None:
-        """A buffer that all ranks of the group have mapped; None on all of them if one cannot."""
-        offer, mapped, problem = None, [], self._not_shared
+    def _hang_up(self, offer: Offer, mapped: Sequence[mmap | None], pids: Sequence[int]) -> None:
+        self._group.board = Board(offer.memory, mapped, pids, self._group.named)
+
+    def _share(self, nbytes: int, take: Callable[[Offer, Sequence[mmap | None], Sequence[int]], T]) -> list[T]:
+        """Memory that all ranks of the group have mapped, as `take` makes something of it; [] on all if one cannot."""
+        offer, made, problem = None, [], self._not_shared
         try:
             offer = None if problem else Offer(nbytes)
         except OSError as error:
@@ -71,18 +83,18 @@ class DataPlane(Agreement):
         answers = self.agree("shared memory", None if offer is None else offer.address())
         try:
             if offer is not None and None not in answers:
-                mapped = offer.attach(answers, self.rank)
+                made = [take(offer, offer.attach(answers, self.rank), [answer["pid"] for answer in answers])]
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self.agree("shared memory is mapped", problem)
         if offer is not None:
             offer.settle()
         if not any(problems):
-            assert offer is not None
-            return self._memory.add(offer, mapped)
+            return made
         self._gave_up_sharing = True
         self._not_shared = "; ".join(dict.fromkeys(filter(None, problems)))
-        return None
+        self._group.board = None
+        return []
 
     def settle(self) -> None:
         """Wait until this rank's device has done all collectives so far, and raise what went wrong there.
@@ -129,60 +141,66 @@ class DataPlane(Agreement):
         A rank that does not contribute counts as zeros. `agreed`: the ranks have already compared sizes, dtypes and
         order of this and every other exchange of slices that follows.
         """
-        if self.world_size == 1:
-            self.require_open()
-            slice_sizes(bucket, out, splits, self._group)
-            out.copy_(bucket)
-            return
         if not agreed:
             self._compare_slices("reduce", bucket, out, splits)
-        with self._guard("reduce", bucket, out, self._seam):
-            sizes = slice_sizes(bucket, out, splits, self._group)
-            self._seam.reduce(bucket, out, sizes, contributes=contributes)
+        with self.exchanges() as exchanges:
+            exchanges.reduce(bucket, out, splits=splits, contributes=contributes)
 
     def gather_slices(
-        self,
-        bucket: Slices,
-        own: Tensor,
-        *,
-        splits: Sequence[int] | None = None,
-        source: Tensor | None = None,
-        agreed: bool = False,
+        self, bucket: Tensor, own: Tensor, *, splits: Sequence[int] | None = None, agreed: bool = False
     ) -> None:
         """Write every rank's `own` (splits[rank],) into its slice of `bucket` (sum(splits),).
 
-        `bucket` may be the slices one by one. `splits` has the elements of each rank's slice, 0 allowed; None stands
-        for equal ones. `source`: a bucket of the same splits, made by `flat_zeros`, that may be overwritten: where
-        others read `own`, should it not stand there already; `bucket` itself if not given. `agreed` as in reduce_slice.
+        `splits` has the elements of each rank's slice, 0 allowed; None stands for equal ones. `agreed` as in
+        reduce_slice.
         """
-        if self.world_size == 1:
-            self.require_open()
-            slice_sizes(bucket, own, splits, self._group)
-            (bucket if isinstance(bucket, Tensor) else bucket[0]).copy_(own)
-            return
         if not agreed:
             self._compare_slices("gather", bucket, own, splits)
-        seam = self._control if own.device.type == "cpu" else self._seam
-        with self._guard("gather", bucket, own, seam):
-            seam.gather(bucket, own, slice_sizes(bucket, own, splits, self._group), source)
+        with self.exchanges() as exchanges:
+            exchanges.gather(bucket, own, splits=splits)
 
     @contextmanager
-    def meeting(self, *, more: bool = False) -> Iterator[None]:
-        """Reduce or gather several buckets that are all written by now, or are written in the block before the first.
+    def exchanges(self) -> Iterator[Exchanges]:
+        """Several exchanges of slices that the ranks have agreed on, in the same order on all of them.
 
-        Every rank does the same in the block. It spares what says, for each bucket in shared memory, that all ranks
-        have written it and all have read it: after the block this rank may write to any of them. `more`: it says so
-        only after the next meeting has begun, if that is about other buckets.
+        All are done at the end of the block, and this rank may write to any of the buckets again.
         """
-        self._control.begin()
-        try:
-            yield
-        except BaseException:
-            self._control.end()
-            raise
-        if self._control.end() and not more:
-            with self._guard("end of the meeting"):
-                self._control.finish()
+        exchanges = Exchanges(self)
+        yield exchanges
+        exchanges.finish()
+
+    def begin_reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None, contributes: bool) -> Finish:
+        """Of `Exchanges`."""
+        sizes = slice_sizes(bucket, out, splits, self._group)
+        if self.world_size == 1:
+            self.require_open()
+            out.copy_(bucket)
+            return _done
+        with self._guard("reduce", bucket, out, self._seam):
+            return self._seam.reduce(bucket, out, sizes, contributes=contributes)
+
+    def begin_gather(self, bucket: Slices, own: Tensor, splits: Sequence[int] | None, source: Tensor | None) -> Finish:
+        """Of `Exchanges`."""
+        sizes = slice_sizes(bucket, own, splits, self._group)
+        if self.world_size == 1:
+            self.require_open()
+            (bucket if isinstance(bucket, Tensor) else bucket[0]).copy_(own)
+            return _done
+        seam = self._control if own.device.type == "cpu" else self._seam
+        with self._guard("gather", bucket, own, seam):
+            return seam.gather(bucket, own, sizes, source)
+
+    def end(self, finish: Finish, *buffers: object) -> None:
+        """Of `Exchanges`: wait for what was begun."""
+        if finish is not _done:
+            with self._guard("end of an exchange", *buffers):
+                finish()
+
+    def all_read(self) -> None:
+        """Of `Exchanges`: wait until all ranks have read this one's buckets."""
+        if self.world_size > 1:
+            with self._guard("all have read"):
+                self._control.all_read()
 
     def _compare_slices(self, operation: str, bucket: Slices, own: Tensor, splits: Sequence[int] | None) -> None:
         """Refuse on all ranks what differs between them, or cannot be meant on any."""
@@ -197,3 +215,59 @@ class DataPlane(Agreement):
         self.compare(operation, detail)
         if problem is not None:
             raise by_all(problem)
+
+
+def _done() -> None:
+    """What a rank alone has to wait for."""
+
+
+class Exchanges:
+    """Reductions and gathers that are begun one after another, each of them finished when the next is to begin.
+
+    So a rank that is a little ahead does not wait for the others. Every rank of the group does the same in the same
+    order. A bucket may be written again, on this rank, when the one after the next has begun, or after `finish`.
+    """
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._finish: Finish = _done
+        self._then: Finish = _done
+        self._buffers: tuple[object, ...] = ()
+
+    def reduce(
+        self,
+        bucket: Tensor,
+        out: Tensor,
+        *,
+        splits: Sequence[int] | None = None,
+        contributes: bool = True,
+        then: Finish = _done,
+    ) -> None:
+        """As reduce_slice; `out` is there when the next one has begun, and `then` was called before."""
+        self._end()
+        self._begun(self._plane.begin_reduce(bucket, out, splits, contributes), then, bucket, out)
+
+    def gather(
+        self, bucket: Slices, own: Tensor, *, splits: Sequence[int] | None = None, source: Tensor | None = None
+    ) -> None:
+        """As gather_slices; `bucket` may be the slices one by one.
+
+        `source`: a bucket of the same splits, made by `flat_zeros`, that may be overwritten: where the others read
+        `own`, should it not stand there already; `bucket` itself if not given.
+        """
+        self._end()
+        self._begun(self._plane.begin_gather(bucket, own, splits, source), _done, bucket, own, source)
+
+    def finish(self) -> None:
+        """Wait for the last of them, and until all ranks have read this one's buckets."""
+        self._end()
+        self._plane.all_read()
+
+    def _begun(self, finish: Finish, then: Finish, *buffers: object) -> None:
+        self._finish, self._then, self._buffers = finish, then, buffers
+
+    def _end(self) -> None:
+        finish, self._finish = self._finish, _done
+        self._plane.end(finish, *self._buffers)
+        self._then()
+        self._then = _done

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
+from shardrun.comm.board import Board
 from shardrun.errors import UsageError
 
 _NAMED = 8  # a longer list of ranks is shortened in messages
@@ -21,6 +22,10 @@ class Group:
         self.ranks = tuple(ranks)
         self.handle = handle
         """None is torch's default group: the world's."""
+        self.under_way: list[list[dist.Work]] = []
+        """What was begun and is not waited for yet."""
+        self.board: Board | None = None
+        """Where the ranks signal each other, if they share a host and memory."""
         self.suffix = ""
         """What messages append to "ranks" or "group", empty for a world."""
 
@@ -48,6 +53,12 @@ class Group:
     def release(self) -> None:
         """Let go of torch's group: gloo closes the connections of a destroyed group when its last owner is gone."""
         self.handle = None
+        for works in self.under_way:
+            works.clear()
+        self.under_way.clear()
+        if self.board is not None:
+            self.board.close()
+            self.board = None
 
 
 def listed(ranks: Sequence[int]) -> str:

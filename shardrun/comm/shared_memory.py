@@ -1,8 +1,8 @@
 """Buffers that the ranks of one host can read of each other in place: nothing of their size is sent.
 
-[Note: reading in place] Every rank of a group makes a buffer of the same size at the same time, as memory without a name
-(memfd) that the others map for reading only; no rank can write into another one's. A place in the own buffer is the
-same place in all of them. The memory lives as long as anybody maps it, also when its rank has died, and leaves nothing
+[Note: reading in place] Every rank of a group makes a buffer of the same size at the same time, as memory without a
+name (memfd) that the others map for reading only; no rank can write into another one's. A place in the own buffer is
+the same place in all of them. The memory lives as long as anybody maps it, also when its rank has died, and leaves nothing
 behind. Where the ranks cannot reach each other's memory (several hosts, other users, other process namespaces), all of
 them hear of it and use ordinary memory.
 """
@@ -107,7 +107,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self._regions: list[_Region] = []
 
-    def add(self, offer: Offer, mapped: Sequence[mmap.mmap | None]) -> Tensor:
+    def add(self, offer: Offer, mapped: Sequence[mmap.mmap | None], pids: Sequence[int]) -> Tensor:
         """(nbytes,) uint8, the own buffer; known for as long as any tensor uses it."""
         own = torch.frombuffer(offer.memory, dtype=torch.uint8)
         readable = tuple(None if one is None else _readable(one) for one in mapped)

@@ -10,8 +10,9 @@ numerics.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -20,29 +21,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrun.comm.group import Group
-from shardrun.comm.shared_memory import SharedMemory
+from shardrun.comm.shared_memory import Place, SharedMemory
 from shardrun.errors import UsageError
 
 _SHORTEST_WAIT_S = 0.001  # gloo takes 0 for no limit
 _CHUNK_NUMEL = 1 << 17  # what is summed at once: the sum stays in a core's cache until the last rank's part is added
 
 
+Finish = Callable[[], None]
+"""Waits for what was begun and does what is left of it; called once, before the next exchange begins."""
+
+
 class SliceSeam(Protocol):
-    """How slices travel. Every rank of the group calls with buckets and splits of the same sizes in the same order."""
+    """How slices travel. Every rank of the group calls with buckets and splits of the same sizes in the same order.
+
+    What a call begins with is not to be written before its Finish has returned on this rank, and, where slices are
+    read in place, on all others: that is so when that of the next call has returned here, or `all_read`.
+    """
 
     name: str
 
-    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> None:
+    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> Finish:
         """Sum `bucket` over ranks, this rank's slice to `out` (splits[rank],); `bucket` is not written."""
 
     def gather(
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
-    ) -> None:
+    ) -> Finish:
         """Write every rank's `own` (splits[rank],) into its slice of `bucket`.
 
         `source`: a bucket in shared memory in which `own` is put, or stands already, for the others to read; else
         that is `bucket`.
         """
+
+    def all_read(self) -> None:
+        """Return once all ranks have finished all that was begun."""
 
 
 Slices = Tensor | Sequence[Tensor]
@@ -125,96 +137,119 @@ class ExchangeSeam:
         self._clock = clock
         self._scratch = _Scratch()
 
-    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> None:
+    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> Finish:
         me, size = self._group.rank, self._group.size
         slices = _cut(bucket, splits, size)
         if not contributes:
             zeros = self._scratch.take(me, max(piece.numel() for piece in slices), bucket).zero_()
             slices = [zeros[: piece.numel()] for piece in slices]
-        received = [slices[rank] if rank == me else self._scratch.take(rank, out.numel(), out) for rank in range(size)]
-        self._exchange(slices, received)
-        out.copy_(received[0])
-        for contribution in received[1:]:
-            out.add_(contribution)
+
+        def received(rank: int) -> Tensor:
+            return slices[rank] if rank == me else self._scratch.take(rank, out.numel(), out)
+
+        works = self._begin(slices, [received(rank) for rank in range(size)])
+
+        def finish() -> None:
+            self._wait(works)
+            out.copy_(received(0))
+            for rank in range(1, size):
+                out.add_(received(rank))
+
+        return finish
 
     def gather(
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
-    ) -> None:
+    ) -> Finish:
         me, size = self._group.rank, self._group.size
         slices = _cut(bucket, splits, size)
         if slices[me].data_ptr() != own.data_ptr():
             slices[me].copy_(own)
         raw = [piece.view(torch.uint8) for piece in slices]  # bytes travel: every dtype works on every backend
-        self._exchange([raw[me]] * size, raw)
+        return partial(self._wait, self._begin([raw[me]] * size, raw))
 
-    def signal(self, flag: bool) -> list[bool]:
-        """Every rank's flag, in rank order; returns once all ranks have come here."""
+    def all_read(self) -> None:
+        """What was sent is read from nowhere else."""
+
+    def signal(self, flag: bool) -> Callable[[], list[bool]]:
+        """Tell all ranks; what is returned gives every rank's flag, in rank order, once all ranks have come here."""
         me, size = self._group.rank, self._group.size
         flags = torch.zeros(size, dtype=torch.uint8)
         flags[me] = flag
         each = [flags[rank : rank + 1] for rank in range(size)]
-        self._exchange([each[me]] * size, each)
-        return [bool(one) for one in flags.tolist()]
+        works = self._begin([each[me]] * size, each)
 
-    def _exchange(self, send: list[Tensor], receive: list[Tensor]) -> None:
+        def heard() -> list[bool]:
+            self._wait(works)
+            return [bool(one) for one in flags.tolist()]
+
+        return heard
+
+    def _begin(self, send: list[Tensor], receive: list[Tensor]) -> list[dist.Work]:
         """In place of a slice without elements one is sent that nobody reads.
 
         Every message counts in torch's numbering of collectives, which has to be the same on all ranks where
-        TORCH_DISTRIBUTED_DEBUG=DETAIL compares it.
+        TORCH_DISTRIBUTED_DEBUG=DETAIL compares it. Whoever holds a work keeps a connection open that a failure is to
+        close, so they are the group's to drop.
         """
         me, size, handle = self._group.rank, self._group.size, self._group.handle
         peers = [(me + shift) % size for shift in range(1, size)]
         send = [piece if piece.numel() else self._scratch.take(size, 1, piece) for piece in send]
         receive = [piece if piece.numel() else self._scratch.take(size + 1, 1, piece) for piece in receive]
-        works = [dist.irecv(receive[peer], group=handle, group_src=peer) for peer in peers]
-        works += [dist.isend(send[peer], group=handle, group_dst=peer) for peer in peers]
+        works: list[dist.Work] = []
+        self._group.under_way.append(works)
+        for peer in peers:
+            _add(works, dist.irecv(receive[peer], group=handle, group_src=peer))
+        for peer in peers:
+            _add(works, dist.isend(send[peer], group=handle, group_dst=peer))
+        return works
+
+    def _wait(self, works: list[dist.Work]) -> None:
         deadline = time.monotonic() + self._clock.timeout_s
-        for work in works:
-            assert work is not None  # this rank is a member of the group
+        while works:
             # Without a time of its own a wait takes the one with which gloo was opened, whatever was set later.
-            work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
+            works[0].wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
+            works.pop(0)
+        self._group.under_way[:] = [one for one in self._group.under_way if one is not works]
+
+
+def _add(works: list[dist.Work], work: dist.Work | None) -> None:
+    assert work is not None  # this rank is a member of the group
+    works.append(work)
 
 
 class SharedSeam:
     """The exchange for ranks that share a host: slices in shared memory are read in place, all others are sent.
 
-    Signals, a byte from every rank to every other, say that all have written and that all have read. They go over
-    gloo, so that a rank that does not come is noticed there as in any other exchange. In a meeting there are two for
-    all buckets together.
+    Signals, a byte from every rank to every other, say that a rank has written what the others are to read.
     """
 
     name = "exchange"
 
-    def __init__(self, group: Group, wire: ExchangeSeam, memory: SharedMemory) -> None:
+    def __init__(self, group: Group, clock: Patience, memory: SharedMemory) -> None:
         self._group = group
-        self._wire = wire
+        self._clock = clock
+        self._wire = ExchangeSeam(group, clock)
         self._memory = memory
         self._zeros = torch.zeros(_CHUNK_NUMEL)
-        self._meeting = False
-        self._counting: list[bool] | None = None
+        self._has_read = False
 
-    def begin(self) -> None:
-        """Begin a meeting: what all ranks will read until its end is written when the first of them is read."""
-        self._meeting, self._counting = True, None
-
-    def end(self) -> bool:
-        """End it; whether any bucket was read in place, so that `finish` should follow."""
-        read = self._counting is not None
-        self._meeting, self._counting = False, None
-        return read
-
-    def finish(self) -> None:
-        """Return once all ranks have read what they had to: from then on this rank may write there again."""
-        self._wire.signal(True)
-
-    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> None:
+    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> Finish:
         me, size = self._group.rank, self._group.size
         place = self._memory.find(bucket)
         if place is None:
-            self._wire.reduce(bucket, out, splits, contributes=contributes)
-            return
-        counting = self._meet(contributes)
+            return self._wire.reduce(bucket, out, splits, contributes=contributes)
         begin = sum(piece.numel() for piece in _cut(bucket, splits, size)[:me])
+        written = self._signal(contributes)
+
+        def finish() -> None:
+            self._add_up(place, begin, out, written())
+            for rank in range(size):
+                place.let_go(rank, begin, out.numel())
+            self._has_read = True
+
+        return finish
+
+    def _add_up(self, place: Place, begin: int, out: Tensor, counting: Sequence[bool]) -> None:
         for low in range(0, out.numel(), _CHUNK_NUMEL):
             part = out[low : low + _CHUNK_NUMEL]
             # Zeros are added as they would be sent: -0.0 + 0.0 is 0.0.
@@ -225,41 +260,44 @@ class SharedSeam:
             torch.add(first, second, out=part)
             for contribution in rest:
                 part.add_(contribution)
-        for rank in range(size):
-            place.let_go(rank, begin, out.numel())
-        self._part()
 
     def gather(
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
-    ) -> None:
+    ) -> Finish:
         me, size = self._group.rank, self._group.size
         slices = _cut(bucket, splits, size)
         whole = bucket if source is None else source
         place = self._memory.find(whole) if isinstance(whole, Tensor) else None
         if place is None:
-            self._wire.gather(slices, own)
-            return
+            return self._wire.gather(slices, own)
         begins = [0, *accumulate(piece.numel() for piece in slices)]
         for target in (place.of(me, begins[me], own.numel()), slices[me]):
             if target.data_ptr() != own.data_ptr():
                 target.copy_(own)
-        self._meet(True)
-        for rank, piece in enumerate(slices):
-            if rank != me and piece.numel():
-                piece.copy_(place.of(rank, begins[rank], piece.numel()))
-                place.let_go(rank, begins[rank], piece.numel())
-        self._part()
+        written = self._signal(True)
 
-    def _meet(self, contributes: bool) -> list[bool]:
-        """Which ranks contribute, once all of them have written."""
-        if self._counting is None:
-            self._counting = self._wire.signal(contributes)
-        return self._counting
+        def finish() -> None:
+            written()
+            for rank, piece in enumerate(slices):
+                if rank != me and piece.numel():
+                    piece.copy_(place.of(rank, begins[rank], piece.numel()))
+                    place.let_go(rank, begins[rank], piece.numel())
+            self._has_read = True
 
-    def _part(self) -> None:
-        if not self._meeting:
-            self._counting = None
-            self.finish()
+        return finish
+
+    def all_read(self) -> None:
+        if self._has_read:
+            self._signal(True)()
+            self._has_read = False
+
+    def _signal(self, flag: bool) -> Callable[[], list[bool]]:
+        """Tell all ranks; what is returned gives every rank's flag, in rank order, once all ranks have come here."""
+        board = self._group.board
+        if board is None:
+            return self._wire.signal(flag)
+        number = board.signal(flag)
+        return lambda: board.hear(number, self._clock.timeout_s)
 
 
 class NativeSeam:
@@ -280,10 +318,10 @@ class NativeSeam:
     def _handle(self) -> dist.ProcessGroup | None:
         return self._group.handle if self._group is not None else None
 
-    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> None:
+    def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> Finish:
         if splits is None or len(set(splits)) == 1:
             self._reduce_scatter(out, bucket if contributes else torch.zeros_like(bucket), group=self._handle)
-            return
+            return _nothing
         me = dist.get_rank(self._handle)
         for owner, piece in enumerate(_cut(bucket, splits, self.world_size)):
             if piece.numel() == 0:
@@ -295,15 +333,24 @@ class NativeSeam:
             else:
                 part.zero_()
             dist.reduce(part, group=self._handle, group_dst=owner)
+        return _nothing
 
     def gather(
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
-    ) -> None:
+    ) -> Finish:
         if isinstance(bucket, Tensor) and (splits is None or len(set(splits)) == 1):
             self._all_gather(bucket.view(torch.uint8), own.view(torch.uint8), group=self._handle)
-            return
+            return _nothing
         slices = _cut(bucket, splits, self.world_size)
         slices[dist.get_rank(self._handle)].copy_(own)
         for owner, piece in enumerate(slices):
             if piece.numel():
                 dist.broadcast(piece.view(torch.uint8), group=self._handle, group_src=owner)
+        return _nothing
+
+    def all_read(self) -> None:
+        """What was sent is read from nowhere else."""
+
+
+def _nothing() -> None:
+    """The device waits by itself."""

@@ -114,6 +114,10 @@ class MicroBatchLoader:
         total = -(-window.samples // self._micro_batch_size)
         return -(-total // self._world_size)
 
+    def own_micro_batches(self, window: Window) -> int:
+        """How many micro-batches of `window` this rank has."""
+        return len(self._share(window))
+
     @cached_property
     def first_batch(self) -> Any:
         """The first sample as a micro-batch of its own: what a batch looks like."""

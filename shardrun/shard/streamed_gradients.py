@@ -33,12 +33,12 @@ SLOTS = 4
 
 
 class Send(Protocol):
-    """Reduce a bucket whose gradients are all in place; on all ranks in the same order, `last` the last of a round.
+    """Begin to reduce a bucket whose gradients are all in place; on all ranks in the same order.
 
-    Its memory is written again when the bucket after the next has been sent, or the round is over.
+    Its memory is written again when the one after the next has begun, or after the round.
     """
 
-    def __call__(self, number: int, *, last: bool) -> None: ...
+    def __call__(self, number: int) -> None: ...
 
 
 def sequence(layout: FlatLayout, order: Sequence[str]) -> list[int]:
@@ -157,9 +157,9 @@ class StreamedGradients(FlatGradients):
         return len(self._here[number]) == len(self.buckets[number].members)
 
     def _has_slot(self, number: int) -> bool:
-        """Whether all ranks have read what was in its slot before: they have when the bucket after that one is sent."""
-        all_have = self._alone or len(self.sequence) <= SLOTS
-        return all_have or self._places[number] < max(SLOTS, self._sent + SLOTS - 1)
+        """Whether all ranks have read what was in its slot before."""
+        own = self._alone or len(self.sequence) <= SLOTS
+        return own or self._places[number] < max(SLOTS, self._sent + SLOTS - 2)
 
     def _move_in(self, held: Held) -> None:
         """Copy a gradient to its slot; its own memory is free."""
@@ -186,7 +186,7 @@ class StreamedGradients(FlatGradients):
                 self._sums[k] = 0.0
         for gap in self._gaps[number]:
             gap.zero_()
-        self._send(number, last=self._sent == len(self.sequence) - 1)
+        self._send(number)
         self._sent += 1
         for later in self.sequence[self._sent :]:
             if not self._has_slot(later):

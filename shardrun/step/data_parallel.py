@@ -154,9 +154,9 @@ class WholeGradients:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         self.flat.zero_absent(pending.present)
         self._reduced = [torch.empty_like(bucket.grad[bucket.own]) for bucket in self.flat.buckets]
-        with self.comm.meeting():
+        with self.comm.exchanges() as exchanges:
             for bucket, reduced in reversed(list(zip(self.flat.buckets, self._reduced, strict=True))):
-                self.comm.reduce_slice(bucket.grad, reduced, contributes=window.contributes, agreed=True)
+                exchanges.reduce(bucket.grad, reduced, contributes=window.contributes)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32."""
@@ -176,8 +176,9 @@ class WholeGradients:
     def gather(self, window: Window) -> None:
         """All ranks' slices into new memory: whole reduced gradients, each in the memory order of its parameter."""
         results = [r.new_empty(b.grad.numel()) for b, r in zip(self.flat.buckets, self._reduced, strict=True)]
-        for result, reduced in zip(results, self._reduced, strict=True):
-            self.comm.gather_slices(result, reduced, agreed=True)
+        with self.comm.exchanges() as exchanges:
+            for result, reduced in zip(results, self._reduced, strict=True):
+                exchanges.gather(result, reduced)
         self._whole = {
             held.path: like_parameter(held, result[at : at + held.grad.numel()].view(held.grad.shape))
             for bucket, result in zip(self.flat.buckets, results, strict=True)

@@ -60,9 +60,11 @@ class Slice:
     def await_others(self) -> None:
         """Have memory for the new slices of the other ranks; they are on that of the gradients if these are kept."""
         assert self.proposed is not None
-        others = [self.proposed.new_empty(numel) for numel in self.bucket.splits] if self.streams else []
-        self.arriving[:] = others or _cut(self.bucket.staging, self.bucket.splits)
-        self.arriving[self.bucket.rank] = self.proposed
+        places = _cut(self.bucket.staging, self.bucket.splits)
+        self.arriving[:] = [
+            torch.empty_like(place) if self.streams and rank != self.bucket.rank else place
+            for rank, place in enumerate(places)
+        ]
 
     def commit(self) -> None:
         """Switch this bucket's parameters over, after the optimizer's own commit; allocates nothing."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
+from shardrun.comm.data_plane import Exchanges
 from shardrun.errors import CommunicatorError, StepRefused, by_all
 from shardrun.shard.streamed_gradients import StreamedGradients
 from shardrun.step.agreement import integer_weight, weight_problems
@@ -35,8 +36,10 @@ class Streaming:
         """Reduce what a backward in this block, and those before it, leave; collective. See SelectedZero2.window."""
         weight = self._agree(step, local_weight)
         try:
-            with self.gradients.receiving(partial(self._send, contributes=weight > 0), counts=weight > 0):
-                yield
+            with self.comm.exchanges() as exchanges:
+                send = partial(self._send, exchanges=exchanges, contributes=weight > 0)
+                with self.gradients.receiving(send, counts=weight > 0):
+                    yield
         except BaseException as error:
             self.gradients.clear()
             self._release_others(step, error)
@@ -56,22 +59,18 @@ class Streaming:
             raise by_all(StepRefused(f"{where} refused before its backward: {told}"))
         return integer_weight(local_weight)
 
-    def _send(self, number: int, *, last: bool, contributes: bool) -> None:
-        """Reduce one bucket: this rank's slice adds up over the parts of a step."""
-        s, first = self._slices[number], self.gradients.rounds == 0
+    def _send(self, number: int, *, exchanges: Exchanges, contributes: bool) -> None:
+        """Reduce one bucket into this rank's slice of it, or add to what earlier parts of the step left there."""
+        s = self._slices[number]
         if s.reduced is s.bucket.grad:
             return  # a rank alone: it is there
-        out = s.reduced if first else self._second(s.reduced.numel())
-        with self.comm.meeting(more=not last):
-            self.comm.reduce_slice(s.bucket.grad, out, contributes=contributes, agreed=True)
-        if not first:
-            s.reduced.add_(out)
-
-    def _second(self, numel: int) -> Tensor:
-        """(numel,) float32 for the sum of a later part."""
+        if self.gradients.rounds == 0:
+            exchanges.reduce(s.bucket.grad, s.reduced, contributes=contributes)
+            return
         if self._spare is None:
             self._spare = torch.empty_like(max((s.reduced for s in self._slices), key=Tensor.numel))
-        return self._spare[:numel]
+        more = self._spare[: s.reduced.numel()]
+        exchanges.reduce(s.bucket.grad, more, contributes=contributes, then=partial(_add, s.reduced, more))
 
     def _release_others(self, step: int, error: BaseException) -> None:
         """They wait for gradients that this rank will not send."""
@@ -85,3 +84,8 @@ class Streaming:
             return []
         given = integer_weight(stepped_weight)
         return [] if given == self._weight else [f"local_weight is {given}, and {self._weight} in the windows before"]
+
+
+@torch.no_grad()
+def _add(total: Tensor, more: Tensor) -> None:
+    total.add_(more)

@@ -170,11 +170,9 @@ class SelectedZero1(ShardedOptimizer):
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives the tensors that it owns. Pending gradients are not written."""
         self.flat.gradients.zero_absent(pending.present)
-        with self.comm.meeting():
+        with self.comm.exchanges() as exchanges:
             for s in reversed(self.slices):  # the order in which backward finishes them
-                self.comm.reduce_slice(
-                    s.bucket.grad, s.reduced, splits=s.bucket.splits, contributes=window.contributes, agreed=True
-                )
+                exchanges.reduce(s.bucket.grad, s.reduced, splits=s.bucket.splits, contributes=window.contributes)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
@@ -192,10 +190,10 @@ class SelectedZero1(ShardedOptimizer):
     def gather(self, window: Window) -> None:
         """All owners' new tensors into staging, on the memory of the pending gradients. A world of one skips it."""
         self.stage(window)
-        with self.comm.meeting():
+        with self.comm.exchanges() as exchanges:
             for s in self.slices:
                 if s.proposed is not None:
-                    self.comm.gather_slices(s.bucket.staging, s.proposed, splits=s.bucket.splits, agreed=True)
+                    exchanges.gather(s.bucket.staging, s.proposed, splits=s.bucket.splits)
 
     # vote: one for all sessions of the step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,9 @@ class SelectedZero2(ShardedOptimizer):
         super().__init__(session, name, masters, layout, streams=stream_gradients)
         self._asked_weight: object = None
         gradients, self._streaming = self.flat.gradients, None
+        self._order: Sequence[int] = range(len(self.slices))
         if isinstance(gradients, StreamedGradients):
+            self._order = gradients.sequence
             self._streaming = Streaming(session.comm, f"{name}, {self.identity}", gradients, self.slices)
         self.stepper = self.slice_optimizer = SliceOptimizer(
             share.kind,
@@ -151,9 +153,9 @@ class SelectedZero2(ShardedOptimizer):
         if self._streaming is not None:
             return  # done, in `window`
         self.flat.gradients.zero_absent(pending.present)
-        with self.comm.meeting():
-            for s in reversed(self.slices):  # the order in which backward finishes them
-                self.comm.reduce_slice(s.bucket.grad, s.reduced, contributes=window.contributes, agreed=True)
+        with self.comm.exchanges() as exchanges:
+            for s in reversed(self.slices):
+                exchanges.reduce(s.bucket.grad, s.reduced, contributes=window.contributes)
 
     def normalise(self, divisor: int | None) -> None:
         """Divide the slices once by the exact weight, in FP32, and cast once to the optimizer's gradient dtype."""
@@ -173,23 +175,15 @@ class SelectedZero2(ShardedOptimizer):
     def gather(self, window: Window) -> None:
         """All ranks' new slices to this one, on the memory of the pending gradients if they are kept. A world of one
         skips it."""
-        if self._streaming is not None:
-            sequence = self._streaming.gradients.sequence
-            for number in sequence:  # through the slots, which hold few at a time
-                self._gather([number], window, more=number != sequence[-1])
-        else:
-            self._gather(range(len(self.slices)), window)
-
-    def _gather(self, numbers: Iterable[int], window: Window, *, more: bool = False) -> None:
-        proposed = [(number, s) for number in numbers for s in (self.slices[number],) if s.proposed is not None]
-        for number, s in proposed:
-            s.clear_gaps()
-            self.slice_optimizer.stage_slice(number, window.present)
-            s.await_others()
-        with self.comm.meeting(more=more):
-            for _, s in proposed:
-                assert s.proposed is not None
-                self.comm.gather_slices(s.arriving, s.proposed, source=s.bucket.staging, agreed=True)
+        with self.comm.exchanges() as exchanges:
+            for number in self._order:
+                s = self.slices[number]
+                if s.proposed is None:
+                    continue
+                s.clear_gaps()
+                self.slice_optimizer.stage_slice(number, window.present)
+                s.await_others()
+                exchanges.gather(s.arriving, s.proposed, source=s.bucket.staging)
 
     # vote: one for all sessions of the step
 
