@@ -1,4 +1,4 @@
-"""Signals between the ranks of one host: a byte that each rank writes and all others read, without a system call.
+"""Signals between the ranks of one host: a few bytes that each rank writes and all others read, without a system call.
 
 [Note: signals] gloo's own messages take a wake-up of its thread, which on a busy machine is milliseconds. A rank writes
 a flag, then its count of signals, in a page that the others have mapped; who waits for it looks there. Stores are seen
@@ -13,11 +13,15 @@ import mmap
 import os
 import platform
 import select
+import struct
 import time
 from collections.abc import Callable, Sequence
 
 BOARD_BYTES = 4096
-_COUNT, _CLOSED, _FLAGS = 0, 1, 64
+_COUNT, _CLOSED, _FLAGS, _NUMBERS = 0, 1, 64, 1024
+_SUMMED = 2
+"""The flag of a signal that comes with numbers."""
+MOST_NUMBERS = 64
 _TURNS = 4  # a rank is at most one signal ahead of who waits for it
 _SPINS = 300
 _NAP_S = 0.00005
@@ -52,16 +56,40 @@ class Board:
 
     def signal(self, flag: bool) -> int:
         """Tell all ranks; returns the number of the signal, for `hear`."""
-        self._count += 1
-        self._own[_FLAGS + self._count % _TURNS] = flag
-        self._own[_COUNT] = self._count & 255
-        return self._count
+        return self._give(int(flag))
 
     def hear(self, number: int, timeout_s: float) -> list[bool]:
         """Every rank's flag of that signal, in rank order, once all ranks have given it.
 
         Raises TimeoutError, or RuntimeError if a rank has ended or closed its communicator before.
         """
+        flags = self._flags(number, timeout_s)
+        if _SUMMED in flags:
+            raise RuntimeError(f"{self._named(flags.index(_SUMMED))} is in an agreement, this rank in an exchange")
+        return [flag == 1 for flag in flags]
+
+    def sum(self, numbers: Sequence[int], timeout_s: float) -> list[int]:
+        """Each of the int64 `numbers` added over ranks; raises as `hear`. At most 64."""
+        turn = _NUMBERS + (self._count + 1) % _TURNS * 8 * MOST_NUMBERS
+        form = struct.Struct(f"{len(numbers)}q")
+        form.pack_into(self._own, turn, *numbers)
+        flags = self._flags(self._give(_SUMMED), timeout_s)
+        if set(flags) != {_SUMMED}:
+            elsewhere = next(rank for rank, flag in enumerate(flags) if flag != _SUMMED)
+            raise RuntimeError(f"{self._named(elsewhere)} is in an exchange, this rank in an agreement")
+        of_ranks = [form.unpack_from(self._page(rank), turn) for rank in range(self._size)]
+        return [sum(column) for column in zip(*of_ranks, strict=True)]
+
+    def _page(self, rank: int) -> mmap.mmap:
+        return self._others.get(rank) or self._own
+
+    def _give(self, flag: int) -> int:
+        self._count += 1
+        self._own[_FLAGS + self._count % _TURNS] = flag
+        self._own[_COUNT] = self._count & 255
+        return self._count
+
+    def _flags(self, number: int, timeout_s: float) -> list[int]:
         deadline = time.monotonic() + timeout_s
         for rank, page in self._others.items():
             spins, nap = 0, _NAP_S
@@ -71,8 +99,7 @@ class Board:
                     self._require_there(rank, number, deadline)
                     time.sleep(nap)
                     nap = min(2 * nap, _LONGEST_NAP_S)
-        turn = _FLAGS + number % _TURNS
-        return [bool((self._others.get(rank) or self._own)[turn]) for rank in range(self._size)]
+        return [self._page(rank)[_FLAGS + number % _TURNS] for rank in range(self._size)]
 
     def _require_there(self, rank: int, number: int, deadline: float) -> None:
         gone = [self._rank_of[descriptor] for descriptor, _ in self._ends.poll(0)]

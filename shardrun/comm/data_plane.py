@@ -64,18 +64,18 @@ class DataPlane(Agreement):
         """
         if self.world_size > 1 and device.type == "cpu" and numel > 0 and not self._gave_up_sharing:
             if self._group.board is None and knows_order():
-                self._share(BOARD_BYTES, self._hang_up)
-            made = [] if self._gave_up_sharing else self._share(4 * numel, self._memory.add)
-            if made:
-                return made[0].view(torch.float32)
+                self._group.board = self._share(BOARD_BYTES, self._board)
+            made = None if self._gave_up_sharing else self._share(4 * numel, self._memory.add)
+            if made is not None:
+                return made.view(torch.float32)
         return torch.zeros(numel, dtype=torch.float32, device=device)
 
-    def _hang_up(self, offer: Offer, mapped: Sequence[mmap | None], pids: Sequence[int]) -> None:
-        self._group.board = Board(offer.memory, mapped, pids, self._group.named)
+    def _board(self, offer: Offer, mapped: Sequence[mmap | None], pids: Sequence[int]) -> Board:
+        return Board(offer.memory, mapped, pids, self._group.named)
 
-    def _share(self, nbytes: int, take: Callable[[Offer, Sequence[mmap | None], Sequence[int]], T]) -> list[T]:
-        """Memory that all ranks of the group have mapped, as `take` makes something of it; [] on all if one cannot."""
-        offer, made, problem = None, [], self._not_shared
+    def _share(self, nbytes: int, make: Callable[[Offer, Sequence[mmap | None], Sequence[int]], T]) -> T | None:
+        """What `make` makes of memory that all ranks of the group have mapped; None on all of them if one cannot."""
+        offer, made, problem = None, None, self._not_shared
         try:
             offer = None if problem else Offer(nbytes)
         except OSError as error:
@@ -83,7 +83,7 @@ class DataPlane(Agreement):
         answers = self.agree("shared memory", None if offer is None else offer.address())
         try:
             if offer is not None and None not in answers:
-                made = [take(offer, offer.attach(answers, self.rank), [answer["pid"] for answer in answers])]
+                made = make(offer, offer.attach(answers, self.rank), [answer["pid"] for answer in answers])
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self.agree("shared memory is mapped", problem)
@@ -93,8 +93,7 @@ class DataPlane(Agreement):
             return made
         self._gave_up_sharing = True
         self._not_shared = "; ".join(dict.fromkeys(filter(None, problems)))
-        self._group.board = None
-        return []
+        return None
 
     def settle(self) -> None:
         """Wait until this rank's device has done all collectives so far, and raise what went wrong there.
@@ -191,15 +190,15 @@ class DataPlane(Agreement):
             return seam.gather(bucket, own, sizes, source)
 
     def end(self, finish: Finish, *buffers: object) -> None:
-        """Of `Exchanges`: wait for what was begun."""
+        """Of `Exchanges`: wait for what was begun, as part of the same collective."""
         if finish is not _done:
-            with self._guard("end of an exchange", *buffers):
+            with self._state.guard("reduce or gather", self._group, *buffers, goes_on=True):
                 finish()
 
     def all_read(self) -> None:
         """Of `Exchanges`: wait until all ranks have read this one's buckets."""
         if self.world_size > 1:
-            with self._guard("all have read"):
+            with self._state.guard("end of the exchanges", self._group, goes_on=True):
                 self._control.all_read()
 
     def _compare_slices(self, operation: str, bucket: Slices, own: Tensor, splits: Sequence[int] | None) -> None:

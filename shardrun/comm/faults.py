@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardrun.comm.fault_text import FOR_EVER_S, PHASES, STEP_PHASES, Fault, read
 from shardrun.errors import UsageError
@@ -175,20 +175,20 @@ def _flip(parameter: Tensor) -> None:
 
 
 def _falsify_next(about: str) -> None:
-    """Put other numbers into this process's next all-reduce, between shardrun and torch."""
+    """Put other numbers into this process's next round of integers, where it leaves for the other ranks."""
     import torch
-    import torch.distributed as dist
 
+    from shardrun.comm.agreement import Agreement
     from shardrun.comm.fingerprint import INTEGERS, integers
 
-    honest = dist.all_reduce
+    honest = Agreement.add_up
 
-    def lying(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
-        dist.all_reduce = honest
+    def lying(self: Agreement, vector: Tensor) -> list[int]:
+        setattr(Agreement, "add_up", honest)  # noqa: B010
         if about == "vote":
-            tensor[INTEGERS] = 0
+            vector[INTEGERS] = 0
         else:
-            tensor[:INTEGERS] = torch.tensor(integers("a call that nobody makes"))
-        return honest(tensor, *args, **kwargs)
+            vector[:INTEGERS] = torch.tensor(integers("a call that nobody makes"))
+        return honest(self, vector)
 
-    dist.all_reduce = lying
+    setattr(Agreement, "add_up", lying)  # noqa: B010

@@ -2,9 +2,9 @@
 
 [Note: reading in place] Every rank of a group makes a buffer of the same size at the same time, as memory without a
 name (memfd) that the others map for reading only; no rank can write into another one's. A place in the own buffer is
-the same place in all of them. The memory lives as long as anybody maps it, also when its rank has died, and leaves nothing
-behind. Where the ranks cannot reach each other's memory (several hosts, other users, other process namespaces), all of
-them hear of it and use ordinary memory.
+the same place in all of them. The memory lives as long as anybody maps it, also when its rank has died, and leaves
+nothing behind. Where the ranks cannot reach each other's memory (several hosts, other users, other process namespaces),
+all of them hear of it and use ordinary memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Offer:
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.memory = _map(self._file, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         self._nonce = os.urandom(_NONCE_BYTES)
-        self.memory[:_NONCE_BYTES] = self._nonce
+        self.memory[-_NONCE_BYTES:] = self._nonce
 
     def address(self) -> dict[str, Any]:
         """Where the other ranks find it, as plain JSON."""
@@ -97,7 +97,7 @@ class Offer:
 
     def settle(self) -> None:
         """All ranks have mapped it, or will not: the buffer holds zeros."""
-        self.memory[:_NONCE_BYTES] = bytes(_NONCE_BYTES)
+        self.memory[-_NONCE_BYTES:] = bytes(_NONCE_BYTES)
         self._file.close()
 
 
@@ -137,7 +137,7 @@ def _attach(address: dict[str, Any], nbytes: int) -> mmap.mmap:
         if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise ValueError(f"{path} has {size} bytes, expected {nbytes}")
         mapped = _map(file, nbytes, mmap.PROT_READ)
-    if mapped[:_NONCE_BYTES].hex() != address["nonce"]:
+    if mapped[-_NONCE_BYTES:].hex() != address["nonce"]:
         raise ValueError(f"{path} is not the memory of that rank")  # another host, where the process has another number
     return mapped
 

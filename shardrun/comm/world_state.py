@@ -122,19 +122,27 @@ class WorldState:
 
     @contextmanager
     def guard(
-        self, what: str, group: Group, *buffers: object, fingerprint: str = "", ranks: Sequence[int] | None = None
+        self,
+        what: str,
+        group: Group,
+        *buffers: object,
+        fingerprint: str = "",
+        ranks: Sequence[int] | None = None,
+        goes_on: bool = False,
     ) -> Iterator[None]:
         """Count, announce and write down a collective of `group`; whatever goes wrong in it closes the world.
 
-        `ranks`: those of the world that wait for each other in it, if not all of the group do.
+        `ranks`: those of the world that wait for each other in it, if not all of the group do. `goes_on`: it is what is
+        left of the last one.
         """
         self.require_open()
-        self.collective += 1
+        self.collective += not goes_on
         call = Call(self.collective, self.phase, what, group.ranks if ranks is None else ranks, buffers, fingerprint)
-        self.history.add(call)
+        if not goes_on:
+            self.history.add(call)
         begun = False
         try:
-            if self.observer is not None:
+            if self.observer is not None and not goes_on:
                 self.observer(self.phase, self.collective)
                 call.begin()
             begun = True

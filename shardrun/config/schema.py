@@ -59,6 +59,9 @@ class Train(Section):
     """Updates between comparisons of all parameters over the ranks, each before an update; null: before saves only."""
     activation_checkpointing: Patterns = ()
     """Globs over module paths whose activations are computed again in backward."""
+    accumulate: Literal["local", "sharded"] = "local"
+    """Where gradients of several micro-batches add up: local, whole on each rank; or sharded, each rank its slice only,
+    with less memory and more to send (one zero2 group, without axes). The last bits differ."""
     compile: bool = False
     """Model and loss by torch.compile: a minute more at the start, fewer and larger kernels after it."""
 
@@ -264,7 +267,7 @@ _NO_MEANING = {
 }  # fmt: skip
 
 # Keys that came after the first release, with what earlier runs, whose checkpoints do not know them, were trained with.
-ADDED = {"precision.matmul": "highest", "train.compile": False}
+ADDED = {"precision.matmul": "highest", "train.accumulate": "local", "train.compile": False}
 
 
 def meaning(config: Config) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from shardrun.run.schedule import Schedule
 from shardrun.shard.selection import Selection, name_globally
 from shardrun.step.agreement import MissingGradientPolicy
 from shardrun.step.data_parallel import SelectedDataParallel
+from shardrun.step.zero2 import SelectedZero2
 
 _VAL_MICRO_BATCHES = 8  # of each rank in a window of the validation
 
@@ -77,6 +78,17 @@ class Built:
     def exchanging(self) -> bool:
         """Whether ranks talk inside the model, so that each has to run the same number of micro-batches."""
         return self.config.topology.exchanging
+
+    @property
+    def streaming(self) -> SelectedZero2 | None:
+        """The session whose gradients are reduced inside backward; None if they are kept for the step."""
+        first = self.groups[0].sharded
+        return first if isinstance(first, SelectedZero2) and first.streams else None
+
+    @property
+    def accumulates_sharded(self) -> bool:
+        """Whether each micro-batch is reduced by itself; a rank alone has nothing to gain from it."""
+        return self.config.train.accumulate == "sharded" and self.comm.world_size > 1
 
     @property
     def stop_position(self) -> int | None:

@@ -11,7 +11,7 @@ from shardrun.comm.communicator import Communicator
 from shardrun.config.groups import Group, axis_lines, places, replica_sets
 from shardrun.config.schema import Config
 from shardrun.errors import SelectionError, by_all
-from shardrun.run.optimizer import Sharded, mean_step
+from shardrun.run.optimizer import Sharded, mean_step, streams_gradients
 from shardrun.run.recipe import World
 from shardrun.run.schedule import Schedule
 from shardrun.shard.selection import Selection, select_parameters
@@ -161,14 +161,22 @@ def rounds_per_step(config: Config) -> int:
     """All-reduces of a few integers in which a rank takes part for one window, as long as nothing is refused.
 
     One each for the agreement, norm and finiteness, the vote, and the sums of the log; a joint step has two for the
-    agreement of the world, and one more in every group.
+    agreement of the world, and one more in every group. Where gradients are streamed, one before each backward in which
+    they are.
     """
     world_size, axes, parts = config.topology.world_size, config.topology.axes, config.parts.values()
     if world_size == 1:
         return 0
     largest = [max(map(len, replica_sets(one.replicas, axes, world_size))) for one in parts]
     alone = largest == [world_size] and not config.topology.exchanging and all(one.reduce == "mean" for one in parts)
-    return 4 if alone else 5 + sum(size > 1 for size in largest)
+    if not alone:
+        return 5 + sum(size > 1 for size in largest)
+    (asked,) = (part.optimizer for part in parts)
+    if not streams_gradients(config, asked):
+        return 4
+    train = config.train
+    micro_batches = -(-train.global_batch_size // (train.micro_batch_size * world_size))
+    return 4 + (micro_batches if train.accumulate == "sharded" else 1)
 
 
 def step_groups(

@@ -78,6 +78,24 @@ def draft_optimizer(
     return (draft_zero2 if asked.strategy == "zero2" else draft_zero1)(contract, order, optimizer, **given)
 
 
+def streams_gradients(config: Config, asked: Optimizer) -> bool:
+    """Whether gradients are reduced inside backward and not kept, as a run never tries a window again.
+
+    Not where sessions or the model itself have exchanges of their own, whose order in a backward nobody knows.
+    ConfigError where they would have to be.
+    """
+    parts = list(config.parts.values())
+    alone = len(parts) == 1 and parts[0].reduce == "mean" and not config.topology.exchanging
+    streams = alone and asked.strategy == "zero2"
+    if config.train.accumulate == "sharded" and not streams:
+        found = f"strategy {asked.strategy}" if alone else f"{len(parts)} groups, axes {config.topology.axes or 'none'}"
+        raise ConfigError(
+            f"train.accumulate: sharded is for one group under zero2 that is reduced by its mean, without axes; found "
+            f"{found}; use local"
+        )
+    return streams
+
+
 def _arguments(
     asked: Optimizer, config: Config, contract: Contract, order: Sequence[str], recipe: Recipe
 ) -> tuple[str | Declared, dict[str, Any]]:
@@ -89,7 +107,7 @@ def _arguments(
         **_options(asked),
     }
     if asked.strategy == "zero2":
-        return optimizer, given
+        return optimizer, {**given, "stream_gradients": streams_gradients(config, asked)}
     rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
     left = matching(rest.match, contract, "optimizer.rest.match") if rest.match else frozenset()
     _require_any(optimizer, contract, order, left)

@@ -131,4 +131,4 @@ def _memory(built: Built) -> Table:
 def gradient_bytes(sharded: Sharded) -> tuple[int, int]:
     """Bytes of pending gradients, and of what a step needs beside them, on this rank."""
     held = sharded.gradient_nbytes
-    return held["pending"], held["reduced"] + held.get("proposed", 0)
+    return held["pending"], sum(held.values()) - held["pending"]

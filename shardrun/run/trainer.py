@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,8 @@ from shardrun.run.state import Lineage
 from shardrun.run.tether import Tether
 from shardrun.run.witness import Onlooker
 
+_KEEPING = nullcontext()
+"""Around a backward whose gradients are kept for the step."""
 MOST_SKIPPED_IN_A_ROW = 50
 """Windows that `train.nonfinite: skip` passes over without one update between them; a run that diverged ends then."""
 
@@ -121,9 +124,10 @@ class Trainer:
             seed_all(derive_seed(Purpose.MICRO_BATCH, built.config.run.seed, self.progress.step, number))
             built.comm.enter("forward")
             loss_sum, weight = loss_of(built, batch)
-            self._backward(loss_sum)
             tally.add(loss_sum, weight)
+            self._backward(loss_sum, self._reducing(window, own, weight, tally.weight))
             built.comm.enter("data")
+        self._join_in(window, own)
         if (nothing := empty_loss(built, built.loader, window, own)) is not None:
             self._backward(nothing)
         if window.dropped:
@@ -132,10 +136,34 @@ class Trainer:
             )
         return tally
 
-    def _backward(self, loss_sum: Tensor) -> None:
-        if loss_sum.requires_grad:  # else nothing trainable took part, which is for the policy of missing gradients
+    def _backward(self, loss_sum: Tensor, reducing: AbstractContextManager[None] = _KEEPING) -> None:
+        self.built.comm.enter("backward")
+        with reducing:
+            if loss_sum.requires_grad:  # else nothing trainable took part, which is for the policy of missing gradients
+                loss_sum.backward()  # type: ignore[no-untyped-call]
+
+    def _reducing(
+        self, window: Window, own: int, weight: int | Tensor, weight_so_far: int | Tensor
+    ) -> AbstractContextManager[None]:
+        """In what the backward of this rank's micro-batch number `own` (from 1) runs: gradients that are not kept are
+        reduced in the last one of the window, or in each (train.accumulate: sharded)."""
+        if (streaming := self.built.streaming) is None:
+            return _KEEPING
+        if self.built.accumulates_sharded:
+            return streaming.window(local_weight=weight)
+        last = own == self.built.loader.own_micro_batches(window)
+        return streaming.window(local_weight=weight_so_far, last=last)
+
+    def _join_in(self, window: Window, own: int) -> None:
+        """Reduce with the ranks that have more micro-batches than the `own` of this one; they wait for it."""
+        if (streaming := self.built.streaming) is None:
+            return
+        sharded, most = self.built.accumulates_sharded, self.built.loader.most_micro_batches(window)
+        missed = max(1, most) - own if sharded else int(own == 0)
+        for _ in range(missed):
             self.built.comm.enter("backward")
-            loss_sum.backward()  # type: ignore[no-untyped-call]
+            with streaming.window(local_weight=0):
+                pass
 
     def _check_replicas(self) -> None:
         """Compare the parameters before this window's update spreads them, where it is due."""

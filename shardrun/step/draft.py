@@ -70,8 +70,12 @@ class Draft(ABC):
         return [Entry(path, specs[path].numel, specs[path].dtype, space_of(path)) for path in self.order]
 
 
+@dataclass(frozen=True)
 class CutDraft(Draft):
     """ZeRO-2: one elementwise optimizer, equal slices."""
+
+    streams: bool = False
+    """Whether gradients are reduced inside backward, and not kept."""
 
     def layout(self, world_size: int) -> FlatLayout:
         """As Draft.layout; the same for every number of ranks."""
@@ -143,12 +147,13 @@ def draft_zero2(
     option_groups: Sequence[OptionGroup] = (),
     masters: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    stream_gradients: bool = False,
     **options: Any,
 ) -> CutDraft:
     """What SelectedZero2 makes of the same arguments; UsageError if the optimizer cannot be cut."""
     groups = on_first_paths(contract, option_groups)
     share = Share(elementwise(optimizer), set(order), options, groups)
-    return CutDraft(contract, order, [share], masters, bucket_bytes)
+    return CutDraft(contract, order, [share], masters, bucket_bytes, stream_gradients)
 
 
 def draft_zero1(

@@ -19,7 +19,8 @@ from shardrun.optim.table import Elementwise
 from shardrun.shard.contract import ParameterSpec
 from shardrun.shard.flat_buffer import DTYPES
 from shardrun.shard.layout import Bucket, FlatLayout, Space
-from shardrun.step.draft import Draft
+from shardrun.shard.streamed_gradients import slot_numel
+from shardrun.step.draft import CutDraft, Draft
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class RankBytes:
     """What one rank holds of a session, and sends in a step, in bytes."""
 
     pending: int
-    """FP32 gradients of the window, whole; new slices are staged on their memory."""
+    """FP32 gradients of the window, whole; new slices are staged on their memory. Or the slots for streamed ones."""
     in_step: int
-    """Reduced slices, their casts, and the copies in which matrix optimizers make their proposals."""
+    """Reduced slices, their casts, the copies in which matrix optimizers make their proposals; and where gradients are
+    streamed the new slices of the other ranks."""
     state: int
     """Optimizer state and FP32 masters, padding included."""
     reduce_sent: int
@@ -96,7 +98,10 @@ class Footprint:
     @cached_property
     def held(self) -> list[RankBytes]:
         """What each rank of the group holds and sends."""
-        pending = 4 * sum(sum(bucket.splits(self.world_size)) for one in self._stored for bucket in one.space.buckets)
+        sizes = [sum(bucket.splits(self.world_size)) for one in self._stored for bucket in one.space.buckets]
+        streams = isinstance(self.draft, CutDraft) and self.draft.streams
+        alone = streams and self.world_size == 1  # the gradients are the slices
+        pending = 4 * (slot_numel(sizes, self.world_size) if streams else sum(sizes))
         sums = np.zeros((4, self.world_size), dtype=np.int64)
         for stored in self._stored:
             width, copied = stored.leaf.itemsize, stored.leaf != torch.float32
@@ -104,7 +109,9 @@ class Footprint:
                 splits = bucket.splits(self.world_size)
                 owned = [stored.owned(bucket, rank, self.world_size) for rank in range(self.world_size)]
                 kept = np.array([*map(stored.state_nbytes, splits, owned)])
-                sums[0] += np.array(splits) * (4 + copied * width) + stored.whole * (np.array(owned) * width + kept)
+                sums[0] += np.array(splits) * (4 * (not alone) + copied * width)
+                sums[0] += stored.whole * (np.array(owned) * width + kept)
+                sums[0] += streams * (sum(splits) - np.array(splits)) * stored.dtype.itemsize
                 sums[1] += kept + 4 * stored.has_master * np.array(splits)
                 sums[2:] += np.array(sent_bytes(splits, stored.dtype.itemsize)).T
         return [RankBytes(pending, *one) for one in sums.T.tolist()]

@@ -113,11 +113,15 @@ class ShardedOptimizer(ABC):
     def gradient_nbytes(self) -> dict[str, int]:
         """Bytes of gradient memory on this rank: pending FP32 gradients (whole), and reduced slices with their casts.
 
-        New slices are staged on the memory of the pending ones.
+        New slices are staged on the memory of the pending ones. Where gradients are streamed, `pending` are the slots
+        they go through, and the new slices of the other ranks have memory of their own from gather to commit,
+        `arriving`.
         """
+        arriving = sum(s.bucket.param.nbytes - s.bucket.own.nbytes for s in self.slices) if self.streams else 0
         return {
             "pending": self.flat.gradients.nbytes,
             "reduced": sum(s.nbytes for s in self.slices),
+            **({"arriving": arriving} if self.streams else {}),
         }
 
     # ---- the step ----------------------------------------------------------------------------------------------

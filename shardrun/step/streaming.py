@@ -76,7 +76,9 @@ class Streaming:
         """They wait for gradients that this rank will not send."""
         if self.comm.world_size > 1 and not self.comm.is_poisoned:
             told = f"{type(error).__name__}: {error}"
-            self.comm.poison(f"{self.comm.named(self.comm.rank)} failed in the window of step {step}: {told}")
+            self.comm.poison(
+                f"{self.comm.named(self.comm.rank)} failed in phase {self.comm.phase} of step {step}: {told}"
+            )
 
     def problems(self, stepped_weight: object) -> list[str]:
         """Why a step with this rank's `stepped_weight` cannot take what was sent; None: any weight."""

@@ -58,6 +58,7 @@ class SelectedZero2(ShardedOptimizer):
                 option_groups=option_groups,
                 masters=masters,
                 bucket_bytes=bucket_bytes,
+                stream_gradients=stream_gradients,
                 **options,
             )
 

@@ -49,6 +49,7 @@ class Job:
     open_comm: bool
     comm_timeout_s: float
     debug: str
+    shared_memory: bool = True
     coverage: tuple[str, str] | None = None
     """Where the test process measures coverage: its config file and its data file."""
 
@@ -125,7 +126,10 @@ def _run(job: Job) -> Report:
         body, args = pickle.loads(job.call)
         seat = Seat(job.rank, job.world_size, str(job.folder / "rendezvous"))
         warnings.simplefilter("error")
-        value = body(open_communicator(seat, job.comm_timeout_s) if job.open_comm else seat, *args)
+        value = body(
+            open_communicator(seat, job.comm_timeout_s, shared_memory=job.shared_memory) if job.open_comm else seat,
+            *args,
+        )
     except BaseException as error:  # SystemExit and KeyboardInterrupt of a body are results too
         return Report(None, traceback.format_exc(), type(error).__name__, time.monotonic())
     return Report(value, None, None, time.monotonic())
@@ -143,7 +147,7 @@ def _settle_torch(job: Job) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def open_communicator(seat: Seat, timeout_s: float) -> Communicator:
+def open_communicator(seat: Seat, timeout_s: float, *, shared_memory: bool = True) -> Communicator:
     """The Communicator of a seat over gloo; a world of one needs no process group."""
     from shardrun.comm.communicator import Communicator
     from shardrun.comm.config import CommunicatorConfig
@@ -156,5 +160,6 @@ def open_communicator(seat: Seat, timeout_s: float) -> Communicator:
         backend="gloo",
         init_file=Path(seat.init_file),
         timeout_s=timeout_s,
+        shared_memory=shared_memory,
     )
     return Communicator.open(config)

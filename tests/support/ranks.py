@@ -178,6 +178,7 @@ def start_ranks(
     open_comm: bool = True,
     comm_timeout_s: float = 30.0,
     debug: str = "DETAIL",
+    shared_memory: bool = True,
 ) -> Iterator[RunningRanks]:
     """Start `body(comm, *args)` on `world_size` ranks and hand out their handles; on leaving, all of them are ended.
 
@@ -191,7 +192,7 @@ def start_ranks(
         call = pickle.dumps((body, args))
         measured = _coverage()
         jobs = [
-            Job(rank, world_size, folder, call, open_comm, comm_timeout_s, debug, measured)
+            Job(rank, world_size, folder, call, open_comm, comm_timeout_s, debug, shared_memory, measured)
             for rank in range(world_size)
         ]
         ranks = RunningRanks(jobs, folder)
@@ -209,13 +210,22 @@ def run_ranks(
     open_comm: bool = True,
     comm_timeout_s: float = 30.0,
     debug: str = "DETAIL",
+    shared_memory: bool = True,
 ) -> list[Any]:
     """What `body(comm, *args)` returned on every rank, in rank order.
 
     The first rank that fails ends the others, and RankFailed has its number and traceback. Not done after
     `timeout_s` seconds: RanksHung with the stack of every rank that was still there.
     """
-    with start_ranks(world_size, body, *args, open_comm=open_comm, comm_timeout_s=comm_timeout_s, debug=debug) as ranks:
+    with start_ranks(
+        world_size,
+        body,
+        *args,
+        open_comm=open_comm,
+        comm_timeout_s=comm_timeout_s,
+        debug=debug,
+        shared_memory=shared_memory,
+    ) as ranks:
         deadline = time.monotonic() + timeout_s
         while ranks.missing:
             ranks.poll(deadline - time.monotonic())
