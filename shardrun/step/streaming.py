@@ -82,7 +82,8 @@ class Streaming:
 
     def problems(self, stepped_weight: object) -> list[str]:
         """Why a step with this rank's `stepped_weight` cannot take what was sent; None: any weight."""
-        if stepped_weight is None or weight_problems(stepped_weight, self.comm.world_size) or not self.gradients.rounds:
+        unknown = stepped_weight is None or weight_problems(stepped_weight, self.comm.world_size)
+        if unknown or self.comm.world_size == 1 or not self.gradients.rounds:
             return []
         given = integer_weight(stepped_weight)
         return [] if given == self._weight else [f"local_weight is {given}, and {self._weight} in the windows before"]
