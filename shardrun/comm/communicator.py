@@ -120,7 +120,7 @@ class Communicator(DataPlane):
                 handle = open_subgroup(members, self.backend, self._state.timeout_s)
         if self.rank not in members:
             return None
-        group = Group.subgroup(members, self.rank, handle)
+        group = Group.subgroup(members, self._group, handle)
         self._state.add(group)
         shares = self._shares_memory
         return Communicator(group, self._state, self.backend, self.device, self, self._subgroups, shares_memory=shares)

@@ -24,15 +24,17 @@ class Group:
         """None is torch's default group: the world's."""
         self.under_way: list[list[dist.Work]] = []
         """What was begun and is not waited for yet."""
-        self.board: Board | None = None
-        """Where the ranks signal each other, if they share a host and memory."""
+        self._board: Board | None = None
+        self._whole = self
         self.suffix = ""
         """What messages append to "ranks" or "group", empty for a world."""
 
     @staticmethod
-    def subgroup(members: Sequence[int], world_rank: int, handle: dist.ProcessGroup | None) -> Group:
+    def subgroup(members: Sequence[int], world: Group, handle: dist.ProcessGroup | None) -> Group:
         """The group of `members` (ranks of the world), seen by one of them."""
-        group = Group(members.index(world_rank), members, handle)
+        group = Group(members.index(world.rank), members, handle)
+        if len(members) == world.size:
+            group._whole = world  # the same ranks and connections: they meet, whichever of the two each is in
         group.suffix = f" of the subgroup {listed(members)}"
         return group
 
@@ -40,6 +42,15 @@ class Group:
     def size(self) -> int:
         """How many ranks talk."""
         return len(self.ranks)
+
+    @property
+    def board(self) -> Board | None:
+        """Where the ranks signal each other, if they share a host and memory."""
+        return self._whole._board
+
+    @board.setter
+    def board(self, board: Board | None) -> None:
+        self._whole._board = board
 
     @property
     def talks(self) -> bool:

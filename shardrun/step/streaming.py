@@ -39,7 +39,9 @@ class Streaming:
             with self.comm.exchanges() as exchanges:
                 send = partial(self._send, exchanges=exchanges, contributes=weight > 0)
                 with self.gradients.receiving(send, counts=weight > 0):
+                    self.comm.enter("backward")
                     yield
+                self.comm.enter("reduce")
         except BaseException as error:
             self.gradients.clear()
             self._release_others(step, error)
@@ -64,13 +66,19 @@ class Streaming:
         s = self._slices[number]
         if s.reduced is s.bucket.grad:
             return  # a rank alone: it is there
+        self.comm.enter("reduce")
         if self.gradients.rounds == 0:
             exchanges.reduce(s.bucket.grad, s.reduced, contributes=contributes)
-            return
+        else:
+            more = self._room(s.reduced.numel())
+            exchanges.reduce(s.bucket.grad, more, contributes=contributes, then=partial(_add, s.reduced, more))
+        self.comm.enter("backward")
+
+    def _room(self, numel: int) -> Tensor:
+        """(numel,) float32 for the sum of a later part; free again when the next exchange begins."""
         if self._spare is None:
             self._spare = torch.empty_like(max((s.reduced for s in self._slices), key=Tensor.numel))
-        more = self._spare[: s.reduced.numel()]
-        exchanges.reduce(s.bucket.grad, more, contributes=contributes, then=partial(_add, s.reduced, more))
+        return self._spare[:numel]
 
     def _release_others(self, step: int, error: BaseException) -> None:
         """They wait for gradients that this rank will not send."""

@@ -156,8 +156,8 @@ def test_c120_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         assert time.monotonic() - begun < timeout_s + 8
         assert program.left(0.5) == {}
     said = re.match(
-        r"rank 1 is missing from collective \d+ \((backward|agree|reduce) of step 2\): it was at step 2, phase forward, "
-        r"for (\d+) s when rank 0 gave up\n",
+        r"rank 1 is missing from collective \d+ \((backward|agree|reduce) of step 2\): it was at step 2, "
+        r"phase forward, for (\d+) s when rank 0 gave up\n",
         program.stderr,
     )
     assert said is not None, program.stderr

@@ -244,5 +244,5 @@ def _memory(comm: sr.Communicator) -> tuple[dict[str, int], int]:
 def test_streamed_gradients_need_a_few_buckets_and_no_more() -> None:
     for held, whole in run_ranks(2, _memory, debug="OFF"):
         assert held["pending"] < 0.35 * whole
-        assert held["reduced"] == pytest.approx(0.5 * whole, rel=0.1)
-        assert held["arriving"] == pytest.approx(0.5 * whole, rel=0.1)
+        assert held["reduced"] == pytest.approx(0.5 * whole, rel=0.15)
+        assert held["arriving"] == pytest.approx(0.5 * whole, rel=0.15)

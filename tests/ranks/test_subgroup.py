@@ -253,7 +253,7 @@ def test_messages_of_a_subgroup_say_which_ranks_of_the_world_are_meant() -> None
 
 
 def test_a_long_list_of_ranks_is_shortened_in_messages() -> None:
-    group = Group.subgroup(range(0, 128, 2), 4, None)
+    group = Group.subgroup(range(0, 128, 2), Group(4, range(128)), None)
     assert group.named(2) == "rank 4 (rank 2 of the subgroup 0,2,4,6,8,10,12,..,126 (64 ranks))"
     assert Group(0, range(4)).named(3) == "rank 3"
 

@@ -110,7 +110,7 @@ def _fails_in(comm: sr.Communicator, where: str) -> tuple[str, Any, Any, bool]:
         if where == "commit":
             zero2.slice_optimizer.optimizer.step = _out_of_memory  # type: ignore[method-assign, assignment]
         elif where == "gather":
-            comm.begin_gather = _out_of_memory  # type: ignore[method-assign]
+            comm.begin_gather = _out_of_memory  # type: ignore[method-assign, assignment]
         else:
             signal.signal(signal.SIGUSR1, lambda number, frame: _leave())
             comm.observer = lambda phase, collective: os.kill(os.getpid(), signal.SIGUSR1) if phase == where else None
