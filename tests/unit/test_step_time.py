@@ -51,11 +51,7 @@ def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None
             "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_sent),  # 2 buckets: what decays, and the norms
             "optimizer": crowd * 4e-9 * memory_traffic(group, 0) / 2,
             "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_sent),
-<<<<<<< HEAD
             "agreements": crowd * (planned.rounds * agreement + 2e-2),  # and the losses for the log, gathered
-=======
-            "agreements": crowd * (5 * agreement + 2e-2),  # and the losses for the log, gathered
->>>>>>> b2879cd (Enter the phase of a reduction that runs inside backward; adapt tests to streamed runs)
         }
     )
     assert found.seconds == pytest.approx(sum(seconds(found).values()))
@@ -202,13 +198,9 @@ def test_the_command_shows_every_term_and_the_sum(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     lines = [" ".join(line.split()) for line in shown.output.splitlines()]
     assert "compute 400.00 1 micro-batch x 100 ms x 4 (8 ranks on 2 cores), as given" in lines
-<<<<<<< HEAD
     rounds = plan(load(QUICK, ["topology.world_size=8"])).rounds
     told = f"{rounds} rounds over all ranks, and the losses for the log"
     assert f"agreements {12 * rounds + 80:.2f} {told}" in lines  # 4 x 3 ms each, and 4 x 20 ms for one gather
-=======
-    assert "agreements 140.00 5 rounds over all ranks, and the losses for the log" in lines
->>>>>>> b2879cd (Enter the phase of a reduction that runs inside backward; adapt tests to streamed runs)
     found = json.loads(run(*words, "--json").stdout)["step_time"]
     assert [term["name"] for term in found["terms"]] == ["compute", "reduce", "optimizer", "gather", "agreements"]
     assert found["seconds"] == pytest.approx(sum(term["seconds"] for term in found["terms"]))
