@@ -18,8 +18,8 @@ from shardrun.errors import UsageError
 from shardrun.run.worker_process import Job
 
 _BODY = "shardrun.bench.collectives_rank:run"
-_BUCKETS = 4
-"""Memory of a rank in buckets: what is reduced, gathered and received, and what the backend takes for itself."""
+_BUCKETS = 5
+"""Memory of a rank in buckets: what is sent, shared, gathered and received, and what the backend takes for itself."""
 
 
 @dataclass(frozen=True)

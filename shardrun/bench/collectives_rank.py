@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.config import CommunicatorConfig
-from shardrun.comm.cost_model import AGREEMENT, ALL_REDUCE, COPY, gather_by, reduce_by
+from shardrun.comm.cost_model import AGREEMENT, ALL_REDUCE, COPY, SHARED, gather_by, reduce_by
 from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam
 from shardrun.run.tether import Tether
 from shardrun.shard.layout import align
@@ -24,6 +24,7 @@ _AT_ONCE, _MOST = 16 << 20, 25
 _WORK = 4 << 20
 """Bytes that a rank copies before it comes to an agreement."""
 Lap = tuple[float, float]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Case:
     nbytes: int
     """Of the whole bucket."""
     times: int
-    run: Callable[[], object]
+    run: Run
 
 
 def run(job: Mapping[str, Any], tether: Tether) -> dict[str, Any]:
@@ -65,9 +66,7 @@ def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict
             comm.vote()  # all begin together
             begin = time.perf_counter()
             for _ in range(case.times if number else 1):
-                finish = case.run()
-                if callable(finish):  # it was only begun
-                    finish()
+                case.run()
             comm.settle()
             found.append([(begin, time.perf_counter())])
         agreements.append(_agreements(comm))
@@ -96,22 +95,43 @@ def _cases(comm: Communicator, sizes: Sequence[int]) -> Iterator[Case]:
     """All cases of all sizes, on the same memory."""
     slices = [align(-(-nbytes // (4 * comm.world_size))) for nbytes in sizes]
     full = comm.world_size * max(slices)
+    shared = comm.flat_zeros(full, comm.device)  # where the ranks can read it in place
     # Zeros stay zeros, however often they are added up; written, because memory that nobody wrote is not there yet.
     source, target, own = (torch.empty(n, device=comm.device).fill_(0.0) for n in (full, full, max(slices)))
     for numel in slices:
         total = comm.world_size * numel
-        times = min(_MOST, max(1, _AT_ONCE // (4 * total)))
-        for name, seam in _ways(comm).items():
-            reduce = partial(seam.reduce, source[:total], own[:numel], contributes=True)
-            yield Case(reduce_by(name), 4 * total, times, reduce)
-            yield Case(gather_by(name), 4 * total, times, partial(seam.gather, target[:total], own[:numel]))
-        yield Case(ALL_REDUCE, 4 * total, times, partial(_all_reduce, target[:total]))
-        yield Case(COPY, 4 * total, times, partial(target[:total].copy_, source[:total]))
+        whole, received, piece = source[:total], target[:total], own[:numel]
+        ways = {name: _of_seam(seam, whole, received, piece) for name, seam in _seams(comm).items()}
+        if comm.transport == SHARED:
+            ways[SHARED] = _in_place(comm, shared[:total].fill_(0.0), received, piece)
+        case = partial(Case, nbytes=4 * total, times=min(_MOST, max(1, _AT_ONCE // (4 * total))))
+        for name, (reduce, gather) in ways.items():
+            yield case(reduce_by(name), run=reduce)
+            yield case(gather_by(name), run=gather)
+        yield case(ALL_REDUCE, run=partial(_all_reduce, received))
+        yield case(COPY, run=partial(received.copy_, whole))
+
+
+def _seams(comm: Communicator) -> dict[str, SliceSeam]:
+    """Those that this backend can have; over NCCL messages between two ranks would wait for each other."""
+    seams: dict[str, SliceSeam] = {"native": NativeSeam(comm.world_size, comm._group)}
+    return seams if comm.backend == "nccl" else {**seams, "exchange": ExchangeSeam(comm._group, comm._state)}
+
+
+def _of_seam(seam: SliceSeam, bucket: Tensor, received: Tensor, own: Tensor) -> tuple[Run, Run]:
+    """Reduce and gather of whole buckets, over the wire."""
+    return lambda: seam.reduce(bucket, own, contributes=True)(), lambda: seam.gather(received, own)()
+
+
+def _in_place(comm: Communicator, bucket: Tensor, received: Tensor, own: Tensor) -> tuple[Run, Run]:
+    """The same of buckets that all ranks read in place, up to where they may be written again."""
+
+    def gather() -> None:
+        with comm.exchanges() as exchanges:
+            exchanges.gather(received, own, source=bucket)
+
+    return partial(comm.reduce_slice, bucket, own, agreed=True), gather
 
 
 def _all_reduce(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
-
-
-def _ways(comm: Communicator) -> dict[str, SliceSeam]:
-    return {"native": NativeSeam(comm.world_size, comm._group), "exchange": ExchangeSeam(comm._group, comm._state)}

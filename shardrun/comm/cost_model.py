@@ -21,16 +21,18 @@ from typing import Any
 from shardrun.errors import UsageError
 
 COPY, AGREEMENT, ALL_REDUCE = "copy", "agreement", "all_reduce"
+SHARED = "shared memory"
+"""The way of ranks of one host that read each other's buckets in place; the others have the names of their seams."""
 _FORMAT, _VERSION = "shardrun links", 1
 
 
 def reduce_by(way: str) -> str:
-    """Name of the line of buckets that are reduced in this way (a seam's name)."""
+    """Name of the line of buckets that are reduced in this way."""
     return f"reduce by {way}"
 
 
 def gather_by(way: str) -> str:
-    """Name of the line of slices that are gathered in this way (a seam's name)."""
+    """Name of the line of slices that are gathered in this way."""
     return f"gather by {way}"
 
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardrun.comm.cost_model import AGREEMENT, COPY, Links, gather_by, reduce_by
+from shardrun.comm.cost_model import AGREEMENT, COPY, SHARED, Links, gather_by, reduce_by
 from shardrun.errors import UsageError
 from shardrun.optim.table import Elementwise
 from shardrun.run.compute_time import Compute, micro_batches
 from shardrun.run.plan import Planned, PlannedGroup
 from shardrun.run.traffic import memory_traffic
-
-_WAYS = ("shared", "exchange", "native")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ def _way(planned: Planned, links: Links) -> str:
         raise UsageError(f"links: no line of {' and '.join(lacking)} was measured; measure again")
     if planned.world_size == 1:
         return "none"
-    wanted = ("native",) if links.backend == "nccl" else _WAYS
+    over_gloo = [SHARED, "exchange"] if planned.config.topology.shared_memory else ["exchange"]
+    wanted = ["native"] if links.backend == "nccl" else over_gloo
     way = next((one for one in wanted if one in links.ways), None)
     if way is None:
         raise UsageError(

@@ -27,8 +27,8 @@ def test_every_rank_measures_every_case(world_size: int) -> None:
     whole = {2: MIB, 3: 3 * 4 * 256 * -(-MIB // (3 * 4 * 256))}[world_size]  # slices of whole multiples of 256 elements
     least = world_size * 4 * 256
     assert {nbytes for _, nbytes, _ in plain[0]} == {whole, least, 0}
-    names = ["reduce by native", "gather by native", "reduce by exchange", "gather by exchange", "all_reduce", "copy"]
-    assert [name for name, nbytes, _ in plain[0] if nbytes == whole] == names
+    ways = [f"{what} by {way}" for way in ("native", "exchange", "shared memory") for what in ("reduce", "gather")]
+    assert [name for name, nbytes, _ in plain[0] if nbytes == whole] == [*ways, "all_reduce", "copy"]
     assert plain[0][-1][:2] == ("agreement", 0)
     laps = [lap for cases in ranks for case in cases for one in case["rounds"] for lap in one]
     assert all(begin < end for begin, end in laps)

@@ -134,6 +134,12 @@ def test_of_devices_each_rank_has_its_own() -> None:
     assert (found.way, seconds(found)["compute"]) == ("native", 0.1)
 
 
+def test_ranks_of_a_host_read_in_place_unless_they_are_told_not_to() -> None:
+    both = Links("gloo", 2, 1, {**links().lines, **links(way="shared memory").lines})
+    assert predict(plan(load(QUICK)), both, None).way == "shared memory"
+    assert predict(plan(load(QUICK, ["topology.shared_memory=false"])), both, None).way == "exchange"
+
+
 def test_what_was_not_measured_is_told() -> None:
     planned = plan(load(QUICK, ["topology.world_size=16", "topology.threads_per_rank=2"]))
     beyond, threads = predict(planned, links(), TENTH).notes
