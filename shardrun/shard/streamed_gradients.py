@@ -87,6 +87,8 @@ class StreamedGradients(FlatGradients):
         self._gaps = [bucket.gaps() for bucket in self.buckets]
         self._sums = torch.zeros(len(self.held), device=self.memory[0].device if self.memory else None)
         """The sum of each gradient of the last round: finite only if all of its elements are."""
+        self._finite = torch.isfinite(self._sums)
+        """Whether each gradient was finite in every round since the last step that counts."""
         self._send: Send | None = None
         self._sent = 0
         self._here: list[set[str]] = [set() for _ in self.buckets]
@@ -123,6 +125,7 @@ class StreamedGradients(FlatGradients):
         """
         if self.rounds == 0:
             self._present = [False] * len(self.held)
+            self._finite.fill_(True)
         self._send, self._sent, self._here = send, 0, [set() for _ in self.buckets]
         try:
             yield
@@ -133,6 +136,7 @@ class StreamedGradients(FlatGradients):
             self._send = None
         self.rounds += 1
         if counts:
+            self._finite &= torch.isfinite(self._sums)
             for here in self._here:
                 for path in here:
                     self._present[self._numbers[path]] = True
@@ -232,8 +236,8 @@ class StreamedGradients(FlatGradients):
         """They were sent as zeros."""
 
     def non_finite(self, present: tuple[bool, ...]) -> str | None:
-        """Path of the first gradient of the last round on this rank that was not finite."""
-        finite = torch.isfinite(self._sums).tolist()
+        """Path of the first gradient that this rank has sent since the last step and that was not finite."""
+        finite = self._finite.tolist()
         return next((held.path for held, fine in zip(self.held, finite, strict=True) if not fine), None)
 
     def spend(self) -> None:

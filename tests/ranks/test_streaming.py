@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardrun as sr
-from shardrun.errors import StepFailed, StepRefused, UsageError
+from shardrun.errors import NonFiniteError, StepFailed, StepRefused, UsageError
 from tests.support.models import MixedNet, OddNet, TiedNet, loss_sum, seeded, token_batch
 from tests.support.ranks import run_ranks
 from tests.support.sessions import make_zero2, same_bits
@@ -104,6 +104,29 @@ def test_micro_batches_reduced_one_by_one_add_up(world_size: int) -> None:
     for sharded, local in run_ranks(world_size, _accumulate, debug="OFF"):
         for path, want in local.items():
             torch.testing.assert_close(sharded[path], want, rtol=1e-5, atol=1e-6)
+
+
+def _not_finite(comm: sr.Communicator) -> list[str]:
+    """The last rank sends a NaN in one of three windows of a step, the first one's counting for nothing."""
+    model, told = seeded(5, OddNet), []
+    zero2 = make_zero2(comm, model, torch.optim.SGD, lr=0.02, bucket_bytes=256, stream_gradients=True)
+    for bad in (1, 2):
+        for part, weight in enumerate((0, 4, 4)):
+            factor = float("nan") if part == bad and comm.rank == comm.world_size - 1 else 1.0
+            with zero2.window(local_weight=weight):
+                torch.autograd.backward(_loss(model, bad, part, 4) * factor)
+        with pytest.raises(NonFiniteError) as caught:
+            zero2.step(local_weight=8)
+        told.append(str(caught.value))
+        zero2.discard_gradients()
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_not_finite_in_any_micro_batch_is_named(world_size: int) -> None:
+    for found in run_ranks(world_size, _not_finite, debug="OFF"):
+        for told in found:
+            assert f"rank {world_size - 1} has a non-finite gradient for " in told
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
