@@ -325,6 +325,17 @@ def bench_command(
     def run() -> int:
         from shardrun.cli import bench, bench_checkpoint, bench_collectives
 
+        given = {
+            "--against": against is not None,
+            "--steps": steps != bench.Ask.steps,
+            "--pairs": pairs is not None,
+            "--collectives": collectives,
+            "--checkpoint": checkpoint,
+            "--mib": mib != bench_collectives.Ask.mib,
+            "--backend": backend != bench_collectives.Ask.backend,
+            "--save": save is not None,
+        }
+        bench.refuse_unread([option for option, here in given.items() if here])
         if collectives:
             return bench_collectives.run(config, bench_collectives.Ask(world, mib, backend, rounds, save, json))
         if checkpoint:

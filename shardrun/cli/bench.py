@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from shardrun.config.load import load
 from shardrun.config.schema import Config
 from shardrun.errors import UsageError, VerificationError
 
+_COLLECTIVES = {"--collectives", "--mib", "--backend", "--save"}
+_COMPARISON = {"--against", "--steps"}
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -28,6 +32,21 @@ class Ask:
     steps: int = 10
     pairs: int | None = None
     json: bool = False
+
+
+def refuse_unread(given: Sequence[str]) -> None:
+    """UsageError for an option among `given` that the way of measuring which was asked for does not read."""
+    if "--collectives" in given:
+        way, read = "bench --collectives", _COLLECTIVES
+    elif "--checkpoint" in given:
+        way, read = "bench --checkpoint", {"--checkpoint"}
+    elif "--pairs" in given:
+        way, read = "bench --pairs", {"--pairs"}
+    else:
+        way, read = "bench without --collectives", _COMPARISON
+    for option in given:
+        if option not in read:
+            raise UsageError(f"{option} has no effect in {way}; leave it out")
 
 
 def run(config: Path | None, overrides: list[str], ask: Ask) -> int:

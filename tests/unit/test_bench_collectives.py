@@ -108,6 +108,11 @@ def test_what_cannot_be_meant(words: list[str], said: str) -> None:
     [
         ([], "no CONFIG is given; name the config to measure, or --collectives"),
         (["my.yaml", "--world", "2,4"], "--world: '2,4' given, expected one number; several worlds are for --coll"),
+        (["--collectives", "--checkpoint"], "--checkpoint has no effect in bench --collectives; leave it out"),
+        (["--collectives", "--steps", "3"], "--steps has no effect in bench --collectives; leave it out"),
+        (["my.yaml", "--checkpoint", "--mib", "2"], "--mib has no effect in bench --checkpoint; leave it out"),
+        (["my.yaml", "--pairs", "4", "--against", "plain"], "--against has no effect in bench --pairs; leave it out"),
+        (["my.yaml", "--save", "links.json"], "--save has no effect in bench without --collectives; leave it out"),
         (["my.yaml", "--world", "0"], "--world: '0' given, expected whole numbers of at least 1"),
     ],
 )
