@@ -15,7 +15,7 @@ from shardrun.comm.agreement import Agreement
 from shardrun.comm.board import BOARD_BYTES, Board, knows_order
 from shardrun.comm.group import Group
 from shardrun.comm.shared_memory import Offer, SharedMemory
-from shardrun.comm.slices import Finish, NativeSeam, SharedSeam, Slices, SliceSeam, slice_sizes
+from shardrun.comm.slices import Finish, NativeSeam, SharedSeam, Slices, SliceSeam, pieces_of, slice_sizes
 from shardrun.comm.world_state import WorldState
 from shardrun.errors import UsageError, by_all
 
@@ -183,10 +183,12 @@ class DataPlane(Agreement):
         sizes = slice_sizes(bucket, own, splits, self._group)
         if self.world_size == 1:
             self.require_open()
-            (bucket if isinstance(bucket, Tensor) else bucket[0]).copy_(own)
+            mine = bucket if isinstance(bucket, Tensor) else bucket[0]
+            assert isinstance(mine, Tensor)
+            mine.copy_(own)
             return _done
         seam = self._control if own.device.type == "cpu" else self._seam
-        with self._guard("gather", bucket, own, seam):
+        with self._guard("gather", _tensors(bucket), own, seam):
             return seam.gather(bucket, own, sizes, source)
 
     def end(self, finish: Finish, *buffers: object) -> None:
@@ -201,19 +203,22 @@ class DataPlane(Agreement):
             with self._state.guard("end of the exchanges", self._group, goes_on=True):
                 self._control.all_read()
 
-    def _compare_slices(self, operation: str, bucket: Slices, own: Tensor, splits: Sequence[int] | None) -> None:
+    def _compare_slices(self, operation: str, bucket: Tensor, own: Tensor, splits: Sequence[int] | None) -> None:
         """Refuse on all ranks what differs between them, or cannot be meant on any."""
         problem = None
-        numel = bucket.numel() if isinstance(bucket, Tensor) else sum(piece.numel() for piece in bucket)
-        detail = f"{numel} of {own.dtype} in slices that do not fit"
+        detail = f"{bucket.numel()} of {own.dtype} in slices that do not fit"
         try:
             sizes = slice_sizes(bucket, own, splits, self._group)
-            detail = f"{numel} of {own.dtype} in slices of {','.join(map(str, sizes))}"
+            detail = f"{bucket.numel()} of {own.dtype} in slices of {','.join(map(str, sizes))}"
         except UsageError as error:
             problem = error
         self.compare(operation, detail)
         if problem is not None:
             raise by_all(problem)
+
+
+def _tensors(bucket: Slices) -> list[Tensor]:
+    return [bucket] if isinstance(bucket, Tensor) else [piece for part in bucket for piece in pieces_of(part)]
 
 
 def _done() -> None:
@@ -255,7 +260,8 @@ class Exchanges:
         `own`, should it not stand there already; `bucket` itself if not given.
         """
         self._end()
-        self._begun(self._plane.begin_gather(bucket, own, splits, source), _done, bucket, own, source)
+        finish = self._plane.begin_gather(bucket, own, splits, source)
+        self._begun(finish, _done, _tensors(bucket), own, source)
 
     def finish(self) -> None:
         """Wait for the last of them, and until all ranks have read this one's buckets."""

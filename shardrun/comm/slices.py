@@ -57,14 +57,18 @@ class SliceSeam(Protocol):
         """Return once all ranks have finished all that was begun."""
 
 
-Slices = Tensor | Sequence[Tensor]
-"""A bucket, or its slices one by one."""
+Part = Tensor | Sequence[Tensor]
+"""A slice: in one tensor, or in pieces of PIECE_NUMEL elements and a rest."""
+Slices = Tensor | Sequence[Part]
+"""A bucket, or its slices one by one; this rank's is one tensor."""
+PIECE_NUMEL = (1 << 18) - 1024
+"""A little less than a megabyte of float32, a multiple of 256."""
 
 
 def slice_sizes(bucket: Slices, own: Tensor, splits: Sequence[int] | None, group: Group) -> list[int]:
     """Elements of each rank's slice of `bucket`; raises UsageError where they or `own` do not fit it."""
     if not isinstance(bucket, Tensor):
-        splits = [piece.numel() for piece in bucket]
+        splits = [sum(piece.numel() for piece in pieces_of(part)) for part in bucket]
     total, size = bucket.numel() if isinstance(bucket, Tensor) else sum(splits or ()), group.size
     sizes = [total // size] * size if splits is None else [int(elements) for elements in splits]
     if len(sizes) != size or min(sizes) < 0 or sum(sizes) != total:
@@ -97,10 +101,21 @@ def sent_bytes(splits: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
     ]
 
 
-def _cut(bucket: Slices, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:
+def pieces_of(part: Part) -> list[Tensor]:
+    """The tensors of a slice, in order."""
+    return [part] if isinstance(part, Tensor) else list(part)
+
+
+def _parts(bucket: Slices, splits: Sequence[int] | None, me: int, world_size: int) -> tuple[Tensor, list[Part]]:
+    """This rank's slice of `bucket`, and all of them."""
+    parts: list[Part] = list(_cut(bucket, splits, world_size) if isinstance(bucket, Tensor) else bucket)
+    own = parts[me]
+    assert isinstance(own, Tensor)
+    return own, parts
+
+
+def _cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:
     """The slices of `bucket`, as views."""
-    if not isinstance(bucket, Tensor):
-        return list(bucket)
     flat = bucket.view(-1)
     sizes = [flat.numel() // world_size] * world_size if splits is None else splits
     return [flat.narrow(0, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -147,7 +162,7 @@ class ExchangeSeam:
         def received(rank: int) -> Tensor:
             return slices[rank] if rank == me else self._scratch.take(rank, out.numel(), out)
 
-        works = self._begin(slices, [received(rank) for rank in range(size)])
+        works = self._begin([[piece] for piece in slices], [[received(rank)] for rank in range(size)])
 
         def finish() -> None:
             self._wait(works)
@@ -161,11 +176,14 @@ class ExchangeSeam:
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
     ) -> Finish:
         me, size = self._group.rank, self._group.size
-        slices = _cut(bucket, splits, size)
-        if slices[me].data_ptr() != own.data_ptr():
-            slices[me].copy_(own)
-        raw = [piece.view(torch.uint8) for piece in slices]  # bytes travel: every dtype works on every backend
-        return partial(self._wait, self._begin([raw[me]] * size, raw))
+        place, parts = _parts(bucket, splits, me, size)
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        in_pieces = not all(isinstance(part, Tensor) for part in parts)
+        sent = list(place.split(PIECE_NUMEL)) if in_pieces else [place]  # type: ignore[no-untyped-call]
+        # Bytes travel: every dtype works on every backend.
+        raw = [[piece.view(torch.uint8) for piece in pieces_of(part)] for part in parts]
+        return partial(self._wait, self._begin([[piece.view(torch.uint8) for piece in sent]] * size, raw))
 
     def all_read(self) -> None:
         """What was sent is read from nowhere else."""
@@ -176,7 +194,7 @@ class ExchangeSeam:
         flags = torch.zeros(size, dtype=torch.uint8)
         flags[me] = flag
         each = [flags[rank : rank + 1] for rank in range(size)]
-        works = self._begin([each[me]] * size, each)
+        works = self._begin([[each[me]]] * size, [[one] for one in each])
 
         def heard() -> list[bool]:
             self._wait(works)
@@ -184,8 +202,8 @@ class ExchangeSeam:
 
         return heard
 
-    def _begin(self, send: list[Tensor], receive: list[Tensor]) -> list[dist.Work]:
-        """In place of a slice without elements one is sent that nobody reads.
+    def _begin(self, send: list[list[Tensor]], receive: list[list[Tensor]]) -> list[dist.Work]:
+        """Send and receive the pieces of each rank. In place of a slice without elements one is sent that nobody reads.
 
         Every message counts in torch's numbering of collectives, which has to be the same on all ranks where
         TORCH_DISTRIBUTED_DEBUG=DETAIL compares it. Whoever holds a work keeps a connection open that a failure is to
@@ -193,14 +211,16 @@ class ExchangeSeam:
         """
         me, size, handle = self._group.rank, self._group.size, self._group.handle
         peers = [(me + shift) % size for shift in range(1, size)]
-        send = [piece if piece.numel() else self._scratch.take(size, 1, piece) for piece in send]
-        receive = [piece if piece.numel() else self._scratch.take(size + 1, 1, piece) for piece in receive]
         works: list[dist.Work] = []
         self._group.under_way.append(works)
         for peer in peers:
-            _add(works, dist.irecv(receive[peer], group=handle, group_src=peer))
+            for piece in receive[peer]:
+                place = piece if piece.numel() else self._scratch.take(size + 1, 1, piece)
+                _add(works, dist.irecv(place, group=handle, group_src=peer))
         for peer in peers:
-            _add(works, dist.isend(send[peer], group=handle, group_dst=peer))
+            for piece in send[peer]:
+                place = piece if piece.numel() else self._scratch.take(size, 1, piece)
+                _add(works, dist.isend(place, group=handle, group_dst=peer))
         return works
 
     def _wait(self, works: list[dist.Work]) -> None:
@@ -265,23 +285,23 @@ class SharedSeam:
         self, bucket: Slices, own: Tensor, splits: Sequence[int] | None = None, source: Tensor | None = None
     ) -> Finish:
         me, size = self._group.rank, self._group.size
-        slices = _cut(bucket, splits, size)
+        mine, parts = _parts(bucket, splits, me, size)
         whole = bucket if source is None else source
         place = self._memory.find(whole) if isinstance(whole, Tensor) else None
         if place is None:
-            return self._wire.gather(slices, own)
-        begins = [0, *accumulate(piece.numel() for piece in slices)]
-        for target in (place.of(me, begins[me], own.numel()), slices[me]):
+            return self._wire.gather(parts, own)
+        begins = [0, *accumulate(sum(piece.numel() for piece in pieces_of(part)) for part in parts)]
+        for target in (place.of(me, begins[me], own.numel()), mine):
             if target.data_ptr() != own.data_ptr():
                 target.copy_(own)
         written = self._signal(True)
 
         def finish() -> None:
             written()
-            for rank, piece in enumerate(slices):
-                if rank != me and piece.numel():
-                    piece.copy_(place.of(rank, begins[rank], piece.numel()))
-                    place.let_go(rank, begins[rank], piece.numel())
+            for rank, part in enumerate(parts):
+                if rank != me:
+                    _fill(part, place, rank, begins[rank])
+                    place.let_go(rank, begins[rank], begins[rank + 1] - begins[rank])
             self._has_read = True
 
         return finish
@@ -341,15 +361,24 @@ class NativeSeam:
         if isinstance(bucket, Tensor) and (splits is None or len(set(splits)) == 1):
             self._all_gather(bucket.view(torch.uint8), own.view(torch.uint8), group=self._handle)
             return _nothing
-        slices = _cut(bucket, splits, self.world_size)
-        slices[dist.get_rank(self._handle)].copy_(own)
-        for owner, piece in enumerate(slices):
-            if piece.numel():
-                dist.broadcast(piece.view(torch.uint8), group=self._handle, group_src=owner)
+        place, parts = _parts(bucket, splits, dist.get_rank(self._handle), self.world_size)
+        place.copy_(own)
+        for owner, part in enumerate(parts):
+            for piece in pieces_of(part):
+                if piece.numel():
+                    dist.broadcast(piece.view(torch.uint8), group=self._handle, group_src=owner)
         return _nothing
 
     def all_read(self) -> None:
         """What was sent is read from nowhere else."""
+
+
+def _fill(part: Part, place: Place, rank: int, begin: int) -> None:
+    """Copy what `rank` has from element `begin` of the place on."""
+    for piece in pieces_of(part):
+        if piece.numel():
+            piece.copy_(place.of(rank, begin, piece.numel()))
+        begin += piece.numel()
 
 
 def _nothing() -> None:

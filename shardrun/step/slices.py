@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from shardrun.comm.slices import PIECE_NUMEL, Part
 from shardrun.shard.flat_buffer import FlatBucket
 
 
@@ -31,7 +32,7 @@ class Slice:
     """By rank: (splits[rank],) the live parameter slices."""
     streams: bool
     """Whether gradients are streamed, so that `bucket.grad` is a slot which the next bucket needs."""
-    arriving: list[Tensor] = field(default_factory=list)
+    arriving: list[Part] = field(default_factory=list)
     """Between gather and commit, by rank: (splits[rank],) new slices in the parameter's dtype."""
 
     @property
@@ -62,7 +63,7 @@ class Slice:
         assert self.proposed is not None
         places = _cut(self.bucket.staging, self.bucket.splits)
         self.arriving[:] = [
-            torch.empty_like(place) if self.streams and rank != self.bucket.rank else place
+            _pieces_like(place) if self.streams and rank != self.bucket.rank else place
             for rank, place in enumerate(places)
         ]
 
@@ -73,13 +74,26 @@ class Slice:
         if self.proposed is None:
             return
         for rank, (live, new) in enumerate(zip(self.live, self.arriving, strict=True)):
-            if rank != self.bucket.rank:
+            if rank == self.bucket.rank:
+                continue
+            if isinstance(new, Tensor):
                 live.copy_(new)
+            else:
+                torch._foreach_copy_(_cut(live, [one.numel() for one in new]), list(new))
         self.forget()
 
     def forget(self) -> None:
         """Let go of what has arrived."""
         self.arriving.clear()
+
+
+def _pieces_like(place: Tensor) -> Part:
+    """Memory of the size of `place`, on a CPU in pieces that fit where backward's activations were: a block of many
+    megabytes would be new memory in every step."""
+    if place.device.type != "cpu":
+        return torch.empty_like(place)
+    numel, sizes = place.numel(), range(0, place.numel(), PIECE_NUMEL)
+    return [place.new_empty(min(PIECE_NUMEL, numel - low)) for low in sizes]
 
 
 def _cut(bucket: Tensor, splits: Sequence[int]) -> list[Tensor]:
