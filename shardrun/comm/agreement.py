@@ -15,6 +15,7 @@ from torch import Tensor
 import shardrun.errors as errors
 from shardrun.comm.fingerprint import INTEGERS, all_equal, integers
 from shardrun.comm.group import Group
+from shardrun.comm.history import Call
 from shardrun.comm.world_state import WorldState
 from shardrun.errors import CallMismatch, CommunicatorError, ShardrunError, by_all
 
@@ -125,9 +126,14 @@ class Agreement:
     # ---- raw rounds --------------------------------------------------------------------------------------------
 
     def _guard(
-        self, what: str, *buffers: object, fingerprint: str = "", ranks: Sequence[int] | None = None
-    ) -> AbstractContextManager[None]:
-        return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint, ranks=ranks)
+        self,
+        what: str,
+        *buffers: object,
+        fingerprint: str = "",
+        ranks: Sequence[int] | None = None,
+        ends: bool = True,
+    ) -> AbstractContextManager[Call]:
+        return self._state.guard(what, self._group, *buffers, fingerprint=fingerprint, ranks=ranks, ends=ends)
 
     def _sum_round(self, call: str, values: Sequence[int], total: int | None = None) -> list[int]:
         """`values` summed over ranks that are all in `call`; CallMismatch on all ranks otherwise.

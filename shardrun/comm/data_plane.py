@@ -14,6 +14,7 @@ from torch import Tensor
 from shardrun.comm.agreement import Agreement
 from shardrun.comm.board import BOARD_BYTES, Board, knows_order
 from shardrun.comm.group import Group
+from shardrun.comm.history import Call
 from shardrun.comm.shared_memory import Offer, SharedMemory
 from shardrun.comm.slices import Finish, NativeSeam, SharedSeam, Slices, SliceSeam, pieces_of, slice_sizes
 from shardrun.comm.world_state import WorldState
@@ -162,11 +163,30 @@ class DataPlane(Agreement):
     def exchanges(self) -> Iterator[Exchanges]:
         """Several exchanges of slices that the ranks have agreed on, in the same order on all of them.
 
-        All are done at the end of the block, and this rank may write to any of the buckets again.
+        All are done at the end of the block, and this rank may write to any of the buckets again. An exception in the
+        block after the first has begun closes the communicator. No others may begin in it, by any communicator of this
+        world: their order would be that in which each rank happens to come to them.
         """
+        if self._state.exchanging and self.world_size > 1:
+            raise UsageError(
+                "exchanges are under way already, and others inside of them would meet in another order on each rank; "
+                "end the first window or block before the next: what the backward in `with one.window(...)` leaves for "
+                "another session is sent by `with other.window(...): pass` after it"
+            )
         exchanges = Exchanges(self)
-        yield exchanges
-        exchanges.finish()
+        self._state.exchanging = self.world_size > 1
+        try:
+            yield exchanges
+            exchanges.finish()
+        except BaseException as error:
+            if exchanges.is_half_way:
+                told = f"{type(error).__name__}: {error}"
+                self._state.poison(
+                    f"{self._group.named(self.rank)} failed in phase {self._state.phase}, in exchanges: {told}"
+                )
+            raise
+        finally:
+            self._state.exchanging = False
 
     def begin_reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None, contributes: bool) -> Finish:
         """Of `Exchanges`."""
@@ -175,8 +195,8 @@ class DataPlane(Agreement):
             self.require_open()
             out.copy_(bucket)
             return _done
-        with self._guard("reduce", bucket, out, self._seam):
-            return self._seam.reduce(bucket, out, sizes, contributes=contributes)
+        with self._guard("reduce", bucket, out, self._seam, ends=False) as call:
+            return self._ending(call, self._seam.reduce(bucket, out, sizes, contributes=contributes))
 
     def begin_gather(self, bucket: Slices, own: Tensor, splits: Sequence[int] | None, source: Tensor | None) -> Finish:
         """Of `Exchanges`."""
@@ -188,8 +208,16 @@ class DataPlane(Agreement):
             mine.copy_(own)
             return _done
         seam = self._control if own.device.type == "cpu" else self._seam
-        with self._guard("gather", _tensors(bucket), own, seam):
-            return seam.gather(bucket, own, sizes, source)
+        with self._guard("gather", _tensors(bucket), own, seam, ends=False) as call:
+            return self._ending(call, seam.gather(bucket, own, sizes, source))
+
+    @staticmethod
+    def _ending(call: Call, finish: Finish) -> Finish:
+        def end() -> None:
+            finish()
+            call.end()
+
+        return end
 
     def end(self, finish: Finish, *buffers: object) -> None:
         """Of `Exchanges`: wait for what was begun, as part of the same collective."""
@@ -237,6 +265,7 @@ class Exchanges:
         self._finish: Finish = _done
         self._then: Finish = _done
         self._buffers: tuple[object, ...] = ()
+        self._begun_any = False
 
     def reduce(
         self,
@@ -263,6 +292,11 @@ class Exchanges:
         finish = self._plane.begin_gather(bucket, own, splits, source)
         self._begun(finish, _done, _tensors(bucket), own, source)
 
+    @property
+    def is_half_way(self) -> bool:
+        """Whether other ranks wait, or will, for what this one has begun."""
+        return self._begun_any and self._plane.world_size > 1
+
     def finish(self) -> None:
         """Wait for the last of them, and until all ranks have read this one's buckets."""
         self._end()
@@ -270,6 +304,7 @@ class Exchanges:
 
     def _begun(self, finish: Finish, then: Finish, *buffers: object) -> None:
         self._finish, self._then, self._buffers = finish, then, buffers
+        self._begun_any = True
 
     def _end(self) -> None:
         finish, self._finish = self._finish, _done

@@ -75,6 +75,8 @@ class WorldState:
         self._words = words
         self._kept_alive: list[object] = []
         self._groups = [group]
+        self.exchanging = False
+        """Whether exchanges are under way, in which no others may begin."""
 
     @property
     def is_poisoned(self) -> bool:
@@ -129,11 +131,12 @@ class WorldState:
         fingerprint: str = "",
         ranks: Sequence[int] | None = None,
         goes_on: bool = False,
-    ) -> Iterator[None]:
+        ends: bool = True,
+    ) -> Iterator[Call]:
         """Count, announce and write down a collective of `group`; whatever goes wrong in it closes the world.
 
         `ranks`: those of the world that wait for each other in it, if not all of the group do. `goes_on`: it is what is
-        left of the last one.
+        left of the last one. `ends` False: something will be left of it, and who waits for that ends the Call.
         """
         self.require_open()
         self.collective += not goes_on
@@ -146,8 +149,9 @@ class WorldState:
                 self.observer(self.phase, self.collective)
                 call.begin()
             begun = True
-            yield
-            call.end()
+            yield call
+            if ends:
+                call.end()
         except BaseException as error:
             cause = self._failed(call, group, error, begun, (buffers, error))
             if isinstance(error, Exception):

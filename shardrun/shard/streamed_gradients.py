@@ -90,6 +90,7 @@ class StreamedGradients(FlatGradients):
         self._finite = torch.isfinite(self._sums)
         """Whether each gradient was finite in every round since the last step that counts."""
         self._send: Send | None = None
+        self._counts = True
         self._sent = 0
         self._here: list[set[str]] = [set() for _ in self.buckets]
         self._present = [False] * len(self.held)
@@ -126,6 +127,7 @@ class StreamedGradients(FlatGradients):
         if self.rounds == 0:
             self._present = [False] * len(self.held)
             self._finite.fill_(True)
+        self._counts = counts
         self._send, self._sent, self._here = send, 0, [set() for _ in self.buckets]
         try:
             yield
@@ -170,10 +172,10 @@ class StreamedGradients(FlatGradients):
         grad = held.parameter.grad
         assert grad is not None
         k = self._numbers[held.path]
-        if self._alone and self.rounds and self._present[k]:
-            held.grad.add_(grad)  # what was reduced before, by nobody else, stands here
-        else:
+        if not (self._alone and self.rounds and self._present[k]):
             held.grad.copy_(grad)
+        elif self._counts:
+            held.grad.add_(grad)  # what was reduced before, by nobody else, stands here
         torch.sum(held.grad.view(-1), 0, out=self._sums[k])
         held.parameter.grad = None
 

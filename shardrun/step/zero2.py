@@ -69,7 +69,7 @@ class SelectedZero2(ShardedOptimizer):
         asked = f"{share.kind.name} {options_text(options, share.option_groups)} {masters} {bucket_bytes}"
         layout = agree_layout(session, name, f"{asked} {stream_gradients}", draft)
         super().__init__(session, name, masters, layout, streams=stream_gradients)
-        self._asked_weight: object = None
+        self._asked: tuple[str, object] = (MEAN, None)
         gradients, self._streaming = self.flat.gradients, None
         self._order: Sequence[int] = range(len(self.slices))
         if isinstance(gradients, StreamedGradients):
@@ -118,7 +118,7 @@ class SelectedZero2(ShardedOptimizer):
         self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
     ) -> Request:
         """What is asked of this session in one step."""
-        self._asked_weight = weight if mode == MEAN else None
+        self._asked = (mode, weight)
         return super().request(mode, weight, lr, missing, max_grad_norm)
 
     @contextmanager
@@ -144,7 +144,7 @@ class SelectedZero2(ShardedOptimizer):
     def collect(self) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
         pending = self._problems(self.flat.collect())
-        unfit = self._streaming.problems(self._asked_weight) if self._streaming is not None else []
+        unfit = self._streaming.problems(*self._asked) if self._streaming is not None else []
         return replace(pending, problems=(*pending.problems, *unfit))
 
     # agree: step/agreement.py, the same for every strategy
@@ -152,6 +152,7 @@ class SelectedZero2(ShardedOptimizer):
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         if self._streaming is not None:
+            self._streaming.require_counted(window.contributes)
             return  # done, in `window`
         self.flat.gradients.zero_absent(pending.present)
         with self.comm.exchanges() as exchanges:
