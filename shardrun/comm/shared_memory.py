@@ -111,9 +111,13 @@ class SharedMemory:
         """(nbytes,) uint8, the own buffer; known for as long as any tensor uses it."""
         own = torch.frombuffer(offer.memory, dtype=torch.uint8)
         readable = tuple(None if one is None else _readable(one) for one in mapped)
-        region = _Region(weakref.ref(offer.memory), own.data_ptr(), offer.nbytes, tuple(mapped), readable)
-        self._regions = [one for one in self._regions if one.own() is not None] + [region]
+        # The memory of the other ranks is let go with the own: it would be theirs for as long as it is mapped here.
+        alive = weakref.ref(offer.memory, self._forget)
+        self._regions.append(_Region(alive, own.data_ptr(), offer.nbytes, tuple(mapped), readable))
         return own
+
+    def _forget(self, dead: weakref.ref[mmap.mmap]) -> None:
+        self._regions[:] = [one for one in self._regions if one.own is not dead]
 
     def find(self, tensor: Tensor) -> Place | None:
         """Where `tensor` (contiguous, not empty) stands in all ranks' buffers; None if in ordinary memory."""

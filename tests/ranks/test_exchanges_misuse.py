@@ -136,3 +136,23 @@ def _nan_in_an_earlier_window(comm: sr.Communicator) -> str:
 def test_the_rank_and_parameter_of_a_nan_are_named_whichever_window_it_was_in() -> None:
     for told in run_ranks(2, _nan_in_an_earlier_window, debug="OFF"):
         assert "rank 1 has a non-finite gradient for" in told
+
+
+def _mapped_buffers() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:shardrun" in line for line in maps)
+
+
+def _dropped(comm: sr.Communicator) -> tuple[int, int, int]:
+    comm.flat_zeros(256, torch.device("cpu"))  # with it comes the board
+    before = _mapped_buffers()
+    buffer = comm.flat_zeros(1 << 16, torch.device("cpu"))
+    held = _mapped_buffers()
+    del buffer
+    return before, held, _mapped_buffers()
+
+
+def test_memory_of_other_ranks_is_let_go_with_the_own_buffer() -> None:
+    for before, held, after in run_ranks(2, _dropped, debug="OFF"):
+        assert held == before + 2
+        assert after == before
