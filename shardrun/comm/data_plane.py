@@ -38,7 +38,7 @@ class DataPlane(Agreement):
         self.device = device
         self._not_shared = "" if shares_memory else "switched off"
         """Why buffers are not in shared memory; of all ranks, as soon as they have tried to make one."""
-        self._gave_up_sharing = False
+        self._gave_up_sharing = self._asked_for_board = False
         self._memory = SharedMemory()
         self._control = SharedSeam(group, state, self._memory)
         self._seam: SliceSeam = NativeSeam(group.size, group) if backend == "nccl" else self._control
@@ -64,8 +64,10 @@ class DataPlane(Agreement):
         [Note: reading in place].
         """
         if self.world_size > 1 and device.type == "cpu" and numel > 0 and not self._gave_up_sharing:
-            if self._group.board is None and knows_order():
-                self._group.board = self._share(BOARD_BYTES, self._board)
+            if not self._asked_for_board:
+                self._asked_for_board = True
+                if self._group.board is None and all(self.agree("signals", knows_order())):
+                    self._group.board = self._share(BOARD_BYTES, self._board)
             made = None if self._gave_up_sharing else self._share(4 * numel, self._memory.add)
             if made is not None:
                 return made.view(torch.float32)

@@ -29,7 +29,7 @@ from shardrun.shard.flat_gradients import (
 )
 from shardrun.shard.layout import FlatLayout
 
-SLOTS = 4
+SLOTS = 3
 
 
 class Send(Protocol):

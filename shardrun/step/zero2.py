@@ -32,7 +32,7 @@ class SelectedZero2(ShardedOptimizer):
     exists for this rank's slices only.
 
     `stream_gradients`: reduce inside the last backward, bucket by bucket, and keep nothing, for the least memory. Every
-    rank runs that backward in `window`; a step that is refused or fails cannot be tried again without a new one.
+    rank runs that backward in `window`; a step that fails, or is refused after the agreement, needs a new one.
     """
 
     strategy = "zero2"
