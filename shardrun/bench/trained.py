@@ -51,7 +51,8 @@ class Trained:
     def configuration(self) -> str:
         """How it is set up."""
         strategies = {group.sharded.strategy for group in self.built.groups}
-        return f"strategy {', '.join(sorted(strategies))}; fail-closed step; seam {self.built.comm.seam}, {self.built.comm.transport}"
+        travel = f"seam {self.built.comm.seam}, {self.built.comm.transport}"
+        return f"strategy {', '.join(sorted(strategies))}; fail-closed step; {travel}"
 
     def run(self, count: int, stopwatch: Stopwatch) -> list[tuple[float, int]]:
         """Train `count` windows; mean loss and weight of each. Collective."""
