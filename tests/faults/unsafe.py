@@ -57,8 +57,12 @@ class InPlaceGather(sr.SelectedZero2):
         """A step that is not whole: a failure on the way leaves part of it; collective."""
         reduce_and_step(self, local_weight, lr, max_grad_norm)
         self.comm.enter("gather")
-        for s in self.slices:
-            self.comm.gather_slices(s.bucket.param, s.bucket.own)
+        with self.comm.exchanges() as exchanges:
+            for s in self.slices:
+                own = s.bucket.own_staging  # where the others can read it, by the fastest way there is
+                own.copy_(s.bucket.own)
+                parts = [own if rank == self.rank else live for rank, live in enumerate(s.live)]
+                exchanges.gather(parts, own, source=s.bucket.staging)
         self.comm.enter("idle")
         self.step_count += 1
         self.clear()
