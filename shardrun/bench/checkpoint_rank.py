@@ -144,6 +144,9 @@ class Measurement:
             loss_sum, tokens = loss_of(built, batch)
             torch.autograd.backward(loss_sum)
             count = count + tokens
+        if built.streaming is not None:
+            with built.streaming.window(local_weight=count):
+                pass  # what the backwards have left is sent when it ends
         before_update()
         norm = math.inf if most is None else most
         step_groups(built.groups, count, self._progress.updates, built.missing, norm)
