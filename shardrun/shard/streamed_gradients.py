@@ -79,10 +79,10 @@ class StreamedGradients(FlatGradients):
         zeros: Zeros,
     ) -> None:
         self.sequence = sequence(layout, order)
-        self._alone = world_size == 1
-        self._places: dict[int, int] = {}
-        super().__init__(layout, parameters, rank, world_size, zeros=zeros)
         self._places = {number: place for place, number in enumerate(self.sequence)}
+        self._world_size = world_size
+        self._alone = world_size == 1
+        super().__init__(layout, parameters, rank, world_size, zeros=zeros)
         self._numbers = {held.path: k for k, held in enumerate(self.held)}
         self._gaps = [bucket.gaps() for bucket in self.buckets]
         self._sums = torch.zeros(len(self.held), device=self.memory[0].device if self.memory else None)
@@ -100,14 +100,13 @@ class StreamedGradients(FlatGradients):
     @property
     def nbytes(self) -> int:
         """Bytes of the slots on this rank."""
-        return 4 * slot_numel([grad.numel() for grad in self.memory], 1 if self._alone else 2)
+        return 4 * slot_numel([grad.numel() for grad in self.memory], self._world_size)
 
     def _memory(self, layout: FlatLayout, sizes: Sequence[int], zeros: Callable[[int], Tensor]) -> list[Tensor]:
         if self._alone or len(sizes) <= SLOTS:
             return super()._memory(layout, sizes, zeros)
         slots = zeros(SLOTS * max(sizes)).view(SLOTS, -1)
-        places = {number: place for place, number in enumerate(self.sequence)}
-        return [slots[places[number] % SLOTS, :size] for number, size in enumerate(sizes)]
+        return [slots[self._places[number] % SLOTS, :size] for number, size in enumerate(sizes)]
 
     def _take_over(self, held: Held) -> None:
         if not held.parameter.requires_grad:

@@ -247,7 +247,7 @@ def test_a_world_of_one_makes_no_socket_call(tmp_path: Path) -> None:
     probe = ["strace", "-f", "--seccomp-bpf", "-e", "trace=%network", "-o", str(log)]
     with started([*probe, "true"], tmp_path) as program:
         if program.wait() != 0:
-            pytest.skip(f"the kernel forbids to trace processes here (ptrace): {program.stderr}")
+            pytest.skip(f"socket calls are seen by strace alone, and it may trace nothing here: {program.stderr}")
     with started([*probe, *shardrun("train", config)], tmp_path) as program:
         assert program.wait(120) == 0, program.stderr
     assert network_calls(log) == []

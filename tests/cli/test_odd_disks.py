@@ -34,8 +34,10 @@ def folder(tmp_path: Path) -> Path:
     """An empty folder to mount on; skips where nothing can be mounted."""
     place = tmp_path / "disk"
     place.mkdir()
-    if shutil.which("unshare") is None or _mounted("size=1m", place, "true").returncode:
-        pytest.skip("a disk of a few MB is mounted in a user namespace, and this machine allows none")
+    if shutil.which("unshare") is None:
+        pytest.skip("a full disk needs one of a few MB, which only unshare mounts without being root: not installed")
+    if (tried := _mounted("size=1m", place, "true")).returncode:
+        pytest.skip(f"a full disk needs one of a few MB, which only root or a user namespace mounts: {tried.stderr}")
     return place
 
 

@@ -91,7 +91,7 @@ def test_store_and_data_sockets_listen_on_loopback_only() -> None:
 def test_with_leave_they_listen_on_the_address_that_is_given_and_no_other() -> None:
     address = _own_address()
     if address is None:
-        pytest.skip("every interface is loopback, so there is no other address to listen on")
+        pytest.skip("it is about an address that is not loopback, and no interface of this machine has one")
     given = {"master_addr": address, "master_port": _free_port(address), "allow_non_loopback": True}
     with start_ranks(2, _listens, given, True, open_comm=False) as ranks:
         outcomes = ranks.collect()

@@ -172,7 +172,7 @@ def test_what_cannot_be_stepped_is_refused_on_all_ranks_and_the_next_window_is_f
         assert "has a gradient that was not sent" in outside
         assert "local_weight is 4, and 3 in the windows before" in weight
         assert "rank 1: weight is -1" in negative
-        assert "rank 1 has a non-finite gradient for head.bias" in poisoned or "rank 1 has a non-finite" in poisoned
+        assert "rank 1 has a non-finite gradient for up.weight" in poisoned
         assert "no gradient was sent since the last step" in spent
 
 
