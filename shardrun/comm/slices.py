@@ -108,13 +108,13 @@ def pieces_of(part: Part) -> list[Tensor]:
 
 def _parts(bucket: Slices, splits: Sequence[int] | None, me: int, world_size: int) -> tuple[Tensor, list[Part]]:
     """This rank's slice of `bucket`, and all of them."""
-    parts: list[Part] = list(_cut(bucket, splits, world_size) if isinstance(bucket, Tensor) else bucket)
+    parts: list[Part] = list(cut(bucket, splits, world_size) if isinstance(bucket, Tensor) else bucket)
     own = parts[me]
     assert isinstance(own, Tensor)
     return own, parts
 
 
-def _cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:
+def cut(bucket: Tensor, splits: Sequence[int] | None, world_size: int) -> list[Tensor]:
     """The slices of `bucket`, as views."""
     flat = bucket.view(-1)
     sizes = [flat.numel() // world_size] * world_size if splits is None else splits
@@ -154,7 +154,7 @@ class ExchangeSeam:
 
     def reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None = None, *, contributes: bool) -> Finish:
         me, size = self._group.rank, self._group.size
-        slices = _cut(bucket, splits, size)
+        slices = cut(bucket, splits, size)
         if not contributes:
             zeros = self._scratch.take(me, max(piece.numel() for piece in slices), bucket).zero_()
             slices = [zeros[: piece.numel()] for piece in slices]
@@ -258,7 +258,7 @@ class SharedSeam:
         place = self._memory.find(bucket)
         if place is None:
             return self._wire.reduce(bucket, out, splits, contributes=contributes)
-        begin = sum(piece.numel() for piece in _cut(bucket, splits, size)[:me])
+        begin = sum(piece.numel() for piece in cut(bucket, splits, size)[:me])
         written = self._signal(contributes)
 
         def finish() -> None:
@@ -343,7 +343,7 @@ class NativeSeam:
             self._reduce_scatter(out, bucket if contributes else torch.zeros_like(bucket), group=self._handle)
             return _nothing
         me = dist.get_rank(self._handle)
-        for owner, piece in enumerate(_cut(bucket, splits, self.world_size)):
+        for owner, piece in enumerate(cut(bucket, splits, self.world_size)):
             if piece.numel() == 0:
                 continue
             # A reduction to one rank works in place, and what it leaves on the others is not said.

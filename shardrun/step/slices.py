@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from shardrun.comm.slices import PIECE_NUMEL, Part
+from shardrun.comm.slices import PIECE_NUMEL, Part, cut
 from shardrun.shard.flat_buffer import FlatBucket
 
 
@@ -61,7 +60,7 @@ class Slice:
     def await_others(self) -> None:
         """Have memory for the new slices of the other ranks; they are on that of the gradients if these are kept."""
         assert self.proposed is not None
-        places = _cut(self.bucket.staging, self.bucket.splits)
+        places = cut(self.bucket.staging, self.bucket.splits, len(self.bucket.splits))
         self.arriving[:] = [
             _pieces_like(place) if self.streams and rank != self.bucket.rank else place
             for rank, place in enumerate(places)
@@ -79,7 +78,7 @@ class Slice:
             if isinstance(new, Tensor):
                 live.copy_(new)
             else:
-                torch._foreach_copy_(_cut(live, [one.numel() for one in new]), list(new))
+                torch._foreach_copy_(cut(live, [one.numel() for one in new], len(new)), list(new))
         self.forget()
 
     def forget(self) -> None:
@@ -96,10 +95,6 @@ def _pieces_like(place: Tensor) -> Part:
     return [place.new_empty(min(PIECE_NUMEL, numel - low)) for low in sizes]
 
 
-def _cut(bucket: Tensor, splits: Sequence[int]) -> list[Tensor]:
-    return [bucket[low:high] for low, high in pairwise(accumulate(splits, initial=0))]
-
-
 def make_slice(bucket: FlatBucket, masters: bool, proposes: bool, streams: bool) -> Slice:
     """Allocate what a step of `bucket` needs on this rank."""
     own = bucket.own
@@ -107,5 +102,5 @@ def make_slice(bucket: FlatBucket, masters: bool, proposes: bool, streams: bool)
     reduced = bucket.grad if alone else torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
     leaf = own.float() if masters and own.dtype != torch.float32 else own
     grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-    live = _cut(bucket.param, bucket.splits)
+    live = cut(bucket.param, bucket.splits, len(bucket.splits))
     return Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None, live, streams)
