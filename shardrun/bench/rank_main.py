@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrun.errors import LaunchError
-from shardrun.run.tether import STOP_SIGNALS, Tether
+from shardrun.run.tether import Tether
 
 
 def main() -> int:
@@ -29,10 +28,7 @@ def main() -> int:
         (Path(job["run_dir"]) / f"rank-{tether.rank}.json").write_text(json.dumps(result))
         return 0
 
-    tether = Tether.from_env()
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # there is nothing to save
-    return tether.run(run)
+    return Tether.from_env(saves=False).run(run)
 
 
 def _end_in_time(job: Mapping[str, Any], tether: Tether) -> None:

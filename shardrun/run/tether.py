@@ -73,10 +73,11 @@ class Tether:
         self._stop_asked: float | None = None
 
     @classmethod
-    def from_env(cls, sink: EventSink | None = None) -> Self:
+    def from_env(cls, sink: EventSink | None = None, *, saves: bool = True) -> Self:
         """Take up the ties that the environment names: dies with the parent, SIGTERM, SIGUSR1 and SIGINT ask to stop.
 
-        `sink` gets the events as sink(rank, event) where no parent reads them; without one they are dropped.
+        `sink` gets the events as sink(rank, event) where no parent reads them; without one they are dropped. A worker
+        that never `saves` is ended by those signals at once, by one that came before this call too.
         """
         env = os.environ
         status = env.get("SHARDRUN_STATUS")
@@ -95,7 +96,7 @@ class Tether:
         if life_fd is not None:
             _die_with_parent(life_fd)
         for number in STOP_SIGNALS:
-            signal.signal(number, tether._on_signal)
+            signal.signal(number, tether._on_signal if saves else signal.SIG_DFL)
         _leave_forks_alone()
         # The launcher starts its workers with these blocked, so that none is lost before there is a handler.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

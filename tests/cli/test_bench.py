@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import shardrun, started, write_config
+from shardrun.bench.ranks import COMMAND
+from tests.support.launching import ROOT, shardrun, started, write_config
 from tests.support.training import RECIPES
 
 
@@ -59,6 +61,18 @@ def test_a_rank_that_fails_is_told_with_its_error(
         assert program.left(2) == {}
     assert all(text in program.stderr for text in told), program.stderr
     assert not [path for path in os.listdir(tmp_path) if path.startswith("shardrun-")]
+
+
+def test_a_stop_that_comes_before_a_rank_has_begun_ends_it(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"body": "time:sleep", "limit_s": 60, "run_dir": str(tmp_path)}))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as the launcher starts its workers
+    try:
+        rank = subprocess.Popen(COMMAND, env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDRUN_JOB": str(job)})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    rank.terminate()
+    assert rank.wait(20) == -signal.SIGTERM
 
 
 def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
