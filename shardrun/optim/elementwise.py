@@ -4,7 +4,8 @@
 ranks. Instead the kernel runs twice: on scratch copies of cache-sized chunks, from which only the new parameter slice
 is taken, and at commit in place on the live slices with the same reduced gradient. Chunks are cut at multiples of 256:
 the same bits both times. The new slice goes to the memory of the pending gradients, which a failure must find whole as
-long as anything else can go wrong: `propose` tries the kernel on one chunk of each param group, `stage` runs all.
+long as anything else can go wrong: `propose` tries the kernel on one chunk of each param group, `stage` runs all. Where
+one chunk holds all slices, `propose` runs all, and `stage` takes what it has left in the scratch.
 
 What the commit allocates: nothing that stays. A first update that makes state is not run again, its results are linked.
 A fused kernel needs no memory. One that is not fused takes temporaries of one leaf (at most a chunk) and frees them
@@ -68,6 +69,7 @@ class SliceOptimizer(GroupedOptimizer):
             self._begin(piece)
         self._watch([[piece.path for piece in pieces] for pieces in self._pieces])
         self._scratch = Scratch(self._chunk_numel)
+        self._all_fit = sum(align(piece.leaf.numel()) for piece in self._all_pieces) <= self._chunk_numel
         self._passes: list[list[Pass]] | None = None
 
     # ---- set-up ------------------------------------------------------------------------------------------------
@@ -100,19 +102,22 @@ class SliceOptimizer(GroupedOptimizer):
             self.optimizer.state[piece.leaf] = {**made, **in_place}
 
     def _plan(self) -> list[list[Pass]]:
-        """The pieces of each slice packed into passes of at most a chunk; made again whenever a first update gave state
-        to a piece."""
-        return [
-            [self._pass(group, batch) for batch in packed(pieces, self._chunk_numel)]
-            for group, pieces in zip(self._groups, self._of_slice, strict=True)
-        ]
+        """The pieces of each slice packed into passes of at most a chunk, which take turns in the scratch unless all
+        fit; made again whenever a first update gave state to a piece."""
+        passes: list[list[Pass]] = []
+        begin = 0
+        for group, pieces in zip(self._groups, self._of_slice, strict=True):
+            passes.append([])
+            for batch in packed(pieces, self._chunk_numel):
+                passes[-1].append(self._pass(group, batch, begin))
+                begin += sum(align(piece.leaf.numel()) for piece in batch) if self._all_fit else 0
+        return passes
 
-    def _pass(self, group: int, pieces: list[Piece]) -> Pass:
+    def _pass(self, group: int, pieces: list[Piece], offset: int) -> Pass:
         leaves: list[Tensor] = []
         source: list[Tensor] = []
         target: list[Tensor] = []
         states: list[dict[str, Tensor]] = []
-        offset = 0
         for piece in pieces:
             leaves.append(self._scratch.room("/leaf", offset, piece.leaf))
             live = {key: value for key, value in self.optimizer.state[piece.leaf].items() if isinstance(value, Tensor)}
@@ -150,7 +155,7 @@ class SliceOptimizer(GroupedOptimizer):
         for one in chain.from_iterable(self._passes):
             one.optimizer.param_groups[one.group].update(self._live_options(one.group), lr=rates[one.group])
             kept = [self._keeps_all or piece.path in fresh for piece in one.pieces]
-            if any(kept) or (one.group not in tried and not self._alone):
+            if any(kept) or ((self._all_fit or one.group not in tried) and not self._alone):
                 tried.add(one.group)
                 self._load(one)
                 stepped = [present[piece.path] for piece in one.pieces]
@@ -167,9 +172,10 @@ class SliceOptimizer(GroupedOptimizer):
     def stage_slice(self, number: int, present: Mapping[str, bool]) -> None:
         """The same for one slice, in the order in which they were given."""
         for one in self._passes[number] if self._passes else ():
-            self._load(one)
             kept = [piece.kept if present[piece.path] else None for piece in one.pieces]
-            one.run([present[piece.path] and held is None for piece, held in zip(one.pieces, kept, strict=True)])
+            if not self._all_fit:
+                self._load(one)
+                one.run([present[piece.path] and held is None for piece, held in zip(one.pieces, kept, strict=True)])
             new = [leaf if held is None else held.leaf for leaf, held in zip(one.leaves, kept, strict=True)]
             torch._foreach_copy_([piece.proposed for piece in one.pieces if piece.proposed is not None], new)
 

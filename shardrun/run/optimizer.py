@@ -19,7 +19,7 @@ from shardrun.optim.kinds import Declared, Kind, any_kind, takes
 from shardrun.run.model import matching, option_groups
 from shardrun.run.recipe import Recipe
 from shardrun.shard.contract import Contract
-from shardrun.shard.layout import FlatLayout
+from shardrun.shard.layout import FlatLayout, closing_numel
 from shardrun.shard.owners import planned_order
 from shardrun.step.data_parallel import SelectedDataParallel
 from shardrun.step.draft import Draft, draft_zero1, draft_zero2
@@ -40,6 +40,8 @@ class Placement:
     """Trainable paths in an order that gives the same flat buffers."""
     owners: Mapping[str, int] | None = None
     """Path -> rank, under zero1."""
+    bucket_bytes: int | None = None
+    """Under zero2, at which buckets close as they do there."""
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> Placement:
@@ -47,7 +49,8 @@ class Placement:
         spaces = FlatLayout.from_json(group["layout"]).spaces
         owners = group["optimizer"].get("owners")
         if owners is None:
-            return Placement([placed.path for space in spaces for placed in space.parameters])
+            order = [placed.path for space in spaces for placed in space.parameters]
+            return Placement(order, bucket_bytes=4 * closing_numel(spaces))
         buckets = [planned_order(space, bucket, owners) for space in spaces for bucket in space.buckets]
         return Placement([placed.path for members in buckets for placed in members], dict(owners))
 
@@ -62,11 +65,11 @@ def shard_optimizer(
 ) -> Sharded:
     """The optimizer that is `asked` for over the session's trainable parameters; collective over its group.
 
-    Owners are those of `saved`, if it is about these parameters and ranks.
+    Owners and buckets are those of `saved`, if it is about these parameters and ranks.
     """
     optimizer, given = _arguments(asked, config, session.contract, session.order, recipe)
     if asked.strategy == "zero2":
-        return SelectedZero2(session, optimizer, name=name, **given)
+        return SelectedZero2(session, optimizer, name=name, bucket_bytes=_saved_buckets(saved, session), **given)
     return SelectedZero1(session, optimizer, name=name, owners=_saved_owners(saved, session), **given)
 
 
@@ -119,6 +122,10 @@ def _saved_owners(saved: Placement | None, session: SelectedDataParallel) -> Map
     if saved is None or saved.owners is None or saved.owners.keys() != set(session.order):
         return None
     return saved.owners if all(rank in range(session.comm.world_size) for rank in saved.owners.values()) else None
+
+
+def _saved_buckets(saved: Placement | None, session: SelectedDataParallel) -> int | None:
+    return saved.bucket_bytes if saved is not None and set(saved.order) == set(session.order) else None
 
 
 def mean_step(sharded: Sharded) -> Callable[..., StepResult]:

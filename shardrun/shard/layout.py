@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -184,6 +184,12 @@ def plan_layout(entries: Iterable[Entry], bucket_numel: int) -> FlatLayout:
             buckets.append(Bucket(begin, offset))
         spaces.append(Space(dtype, option_group, tuple(parameters), tuple(buckets)))
     return FlatLayout(tuple(spaces))
+
+
+def closing_numel(spaces: Sequence[Space]) -> int:
+    """A `bucket_numel` at which `plan_layout` closes buckets as they are closed here."""
+    closed = [bucket.stop - bucket.start for space in spaces for bucket in space.buckets[:-1]]
+    return min(closed, default=max((space.buckets[-1].stop for space in spaces), default=1))
 
 
 def by_space(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Entry]]:

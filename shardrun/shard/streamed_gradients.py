@@ -56,8 +56,16 @@ def sequence(layout: FlatLayout, order: Sequence[str]) -> list[int]:
 
 
 def slot_numel(sizes: Collection[int], world_size: int) -> int:
-    """Elements of all slots for buckets of these sizes. A rank alone reduces nothing and keeps each bucket."""
-    return sum(sizes) if world_size == 1 or len(sizes) <= SLOTS else SLOTS * max(sizes)
+    """Elements of all slots for buckets of these sizes; of all buckets where they take turns in none.
+
+    A rank alone reduces nothing and keeps each bucket.
+    """
+    return SLOTS * max(sizes) if take_turns(sizes, world_size) else sum(sizes)
+
+
+def take_turns(sizes: Collection[int], world_size: int) -> bool:
+    """Whether buckets of these sizes share slots: where that saves memory."""
+    return world_size > 1 and SLOTS * max(sizes, default=0) < sum(sizes)
 
 
 class StreamedGradients(FlatGradients):
@@ -82,6 +90,7 @@ class StreamedGradients(FlatGradients):
         self._places = {number: place for place, number in enumerate(self.sequence)}
         self._world_size = world_size
         self._alone = world_size == 1
+        self._take_turns = False
         super().__init__(layout, parameters, rank, world_size, zeros=zeros)
         self._numbers = {held.path: k for k, held in enumerate(self.held)}
         self._gaps = [bucket.gaps() for bucket in self.buckets]
@@ -103,7 +112,8 @@ class StreamedGradients(FlatGradients):
         return 4 * slot_numel([grad.numel() for grad in self.memory], self._world_size)
 
     def _memory(self, layout: FlatLayout, sizes: Sequence[int], zeros: Callable[[int], Tensor]) -> list[Tensor]:
-        if self._alone or len(sizes) <= SLOTS:
+        self._take_turns = take_turns(sizes, self._world_size)
+        if not self._take_turns:
             return super()._memory(layout, sizes, zeros)
         slots = zeros(SLOTS * max(sizes)).view(SLOTS, -1)
         return [slots[self._places[number] % SLOTS, :size] for number, size in enumerate(sizes)]
@@ -163,8 +173,7 @@ class StreamedGradients(FlatGradients):
 
     def _has_slot(self, number: int) -> bool:
         """Whether all ranks have read what was in its slot before."""
-        own = self._alone or len(self.sequence) <= SLOTS
-        return own or self._places[number] < max(SLOTS, self._sent + SLOTS - 2)
+        return not self._take_turns or self._places[number] < max(SLOTS, self._sent + SLOTS - 2)
 
     def _move_in(self, held: Held) -> None:
         """Copy a gradient to its slot; its own memory is free."""

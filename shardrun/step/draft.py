@@ -31,6 +31,9 @@ from shardrun.shard.owners import balanced_owners, plan_owned_layout
 from shardrun.step.owned import Share
 
 BUCKET_BYTES = 16 << 20
+"""Of FP32 gradients, at which a bucket closes."""
+_STREAMED_BUCKETS = 16
+_LEAST_BUCKET_BYTES = 1 << 20
 Optimizer = type[torch.optim.Optimizer] | str | Declared
 
 
@@ -44,7 +47,8 @@ class Draft(ABC):
     shares: Sequence[Share]
     """The optimizers; those without parameters too."""
     masters: bool
-    bucket_bytes: int
+    bucket_bytes: int | None
+    """Of FP32 gradients, at which a bucket closes; None: what suits."""
 
     @abstractmethod
     def layout(self, world_size: int) -> FlatLayout:
@@ -82,7 +86,14 @@ class CutDraft(Draft):
         (share,) = self.shares
         check_options(share.kind, share.options, share.option_groups, self.order)
         entries = self._entries(lambda path: group_of(path, share.option_groups))
-        return plan_layout(entries, max(1, self.bucket_bytes // 4))
+        return plan_layout(entries, max(1, self._closing_bytes(entries) // 4))
+
+    def _closing_bytes(self, entries: Sequence[Entry]) -> int:
+        """Streamed gradients go through memory for a few buckets, which has to be little beside all of them."""
+        if self.bucket_bytes is not None or not self.streams:
+            return BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
+        share = 4 * sum(entry.numel for entry in entries) // _STREAMED_BUCKETS
+        return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, share))
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,8 @@ class OwnedDraft(Draft):
         given = self.owners
         chosen = balanced_owners(self.costs, world_size) if given is None else self._checked(given, world_size)
         entries = self._entries(self._space_of)
-        return plan_owned_layout(entries, chosen, max(1, self.bucket_bytes // 4), world_size)
+        closing_bytes = BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
+        return plan_owned_layout(entries, chosen, max(1, closing_bytes // 4), world_size)
 
     def _space_of(self, path: str) -> int:
         groups = self.shares[0].option_groups
@@ -146,7 +158,7 @@ def draft_zero2(
     *,
     option_groups: Sequence[OptionGroup] = (),
     masters: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     stream_gradients: bool = False,
     **options: Any,
 ) -> CutDraft:
@@ -168,7 +180,7 @@ def draft_zero1(
     rest_options: Mapping[str, Any] | None = None,
     rest_paths: Collection[str] = (),
     masters: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     **options: Any,
 ) -> OwnedDraft:
     """What SelectedZero1 makes of the same arguments; UsageError if an optimizer cannot be stepped by owners."""

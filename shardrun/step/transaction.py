@@ -12,6 +12,7 @@ from shardrun.comm.communicator import Communicator
 from shardrun.errors import CommunicatorError, ShardrunError, StepFailed
 
 PHASES = ("collect", "agree", "reduce", "normalise", "decide", "propose", "gather", "vote", "commit")
+_SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
 @contextmanager
@@ -91,8 +92,7 @@ def signals_deferred() -> Iterator[None]:
         else:  # a handler that raised while they were put back has left this one in the place of others
             handlers[number](number, frame)
 
-    known = ((one, signal.getsignal(one)) for one in signal.valid_signals())
-    handlers = {int(one): handler for one, handler in known if callable(handler)}
+    handlers = {one: handler for one in _SIGNALS if callable(handler := signal.getsignal(one))}
     try:
         for one in handlers:
             signal.signal(one, hold)

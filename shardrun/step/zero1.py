@@ -14,7 +14,7 @@ from shardrun.records.record import Zero1Record
 from shardrun.shard.flat_gradients import Pending
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
 from shardrun.step.data_parallel import SelectedDataParallel
-from shardrun.step.draft import BUCKET_BYTES, Optimizer, OwnedDraft, draft_zero1
+from shardrun.step.draft import Optimizer, OwnedDraft, draft_zero1
 from shardrun.step.joint_step import StepResult, as_flag
 from shardrun.step.owned import OwnedOptimizer
 from shardrun.step.sharded import ShardedOptimizer, agree_draft, agree_layout, options_text
@@ -46,7 +46,7 @@ class SelectedZero1(ShardedOptimizer):
         rest_paths: Collection[str] = (),
         masters: bool = True,
         name: str = "default",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **options: Any,
     ) -> None:
         def draw() -> OwnedDraft:

@@ -16,7 +16,7 @@ from shardrun.shard.flat_gradients import Pending
 from shardrun.shard.streamed_gradients import StreamedGradients
 from shardrun.step.agreement import MEAN, SUM, MissingGradientPolicy, Request, Window
 from shardrun.step.data_parallel import SelectedDataParallel
-from shardrun.step.draft import BUCKET_BYTES, CutDraft, Optimizer, draft_zero2
+from shardrun.step.draft import CutDraft, Optimizer, draft_zero2
 from shardrun.step.joint_step import StepResult, as_flag, require_whole
 from shardrun.step.sharded import ShardedOptimizer, agree_draft, agree_layout, options_text
 from shardrun.step.streaming import Streaming
@@ -45,7 +45,7 @@ class SelectedZero2(ShardedOptimizer):
         option_groups: Sequence[OptionGroup] = (),
         masters: bool = True,
         name: str = "default",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         chunk_numel: int | None = None,
         stream_gradients: bool = False,
         **options: Any,
