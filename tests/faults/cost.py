@@ -1,6 +1,6 @@
 """What being fail-closed costs: the step of ZeRO-2 against the same in place, alternating step by step in one run.
 
-    python -m tests.faults.cost [--pairs 200] [--models quickstart 60m]
+    python -m tests.faults.cost [--pairs 200] [--models quickstart 60m 83m] [--stream]
 
 Two ranks hold two copies of a model, one stepped by SelectedZero2, the other by unsafe.InPlaceGather: same layout,
 reduction, norm and kernels, without agreement, proposal, staging and vote. Both see the same data, so that both hold
@@ -46,7 +46,10 @@ LOADS = {
     "quickstart": Load(gpt.Args(context=64, layers=4, width=96, heads=4), 8, 2),
     # few tokens for its size, which makes the step itself weigh more than it would in a real run
     "60m": Load(gpt.Args(context=128, layers=10, width=704, heads=11), 2, 1),
+    # configs/bench-83m.yaml
+    "83m": Load(gpt.Args(context=256, layers=12, width=768, heads=12, mlp="gelu"), 1, 1),
 }
+_PAIRS = {"quickstart": 200, "60m": 40, "83m": 40}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Times:
 class _Trained:
     """One copy of the model with its optimizer."""
 
-    def __init__(self, comm: sr.Communicator, load: Load, cls: type[sr.SelectedZero2]) -> None:
+    def __init__(self, comm: sr.Communicator, load: Load, cls: type[sr.SelectedZero2], *, streams: bool) -> None:
         self.comm, self.load = comm, load
         self.model = seeded(1, lambda: gpt.build_model(load.args))
         session = sr.DataParallel(comm, self.model)
@@ -73,6 +76,7 @@ class _Trained:
             lr=2e-3,
             betas=(0.9, 0.95),
             weight_decay=0.1,
+            stream_gradients=streams,
         )
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Times:
@@ -80,10 +84,11 @@ class _Trained:
         self.comm.vote()  # both ranks begin together
         wall, cpu = time.perf_counter(), time.process_time()
         weight = 0
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             loss_sum, tokens = gpt.loss(self.model, batch)
-            torch.autograd.backward(loss_sum)
             weight += int(tokens)
+            with self.zero2.window(local_weight=weight, last=number == len(batches)):
+                torch.autograd.backward(loss_sum)
         step_wall, step_cpu = time.perf_counter(), time.process_time()
         if isinstance(self.zero2, InPlaceGather):
             self.zero2.unsafe_step(local_weight=weight, max_grad_norm=1.0)
@@ -93,10 +98,12 @@ class _Trained:
         return Times(end_wall - wall, end_cpu - cpu, end_wall - step_wall, end_cpu - step_cpu)
 
 
-def _alternate(comm: sr.Communicator, name: str, pairs: int) -> tuple[list[tuple[Times, Times]], dict[str, int], int]:
+def _alternate(
+    comm: sr.Communicator, name: str, pairs: int, streams: bool
+) -> tuple[list[tuple[Times, Times]], dict[str, int], int]:
     """Times of `pairs` pairs (safe, unsafe), bytes of gradient memory of the safe one, and how many parameters."""
     load = LOADS[name]
-    safe, unsafe = _Trained(comm, load, sr.SelectedZero2), _Trained(comm, load, InPlaceGather)
+    safe, unsafe = (_Trained(comm, load, cls, streams=streams) for cls in (sr.SelectedZero2, InPlaceGather))
     found = []
     for pair in range(_WARM + pairs):
         batches = [_batch(load, comm.rank, load.accumulate * pair + k) for k in range(load.accumulate)]
@@ -125,9 +132,9 @@ def _told(pairs: Sequence[tuple[float, float]]) -> list[str]:
     return [f"{safe_ms:.1f}", f"{unsafe_ms:.1f}", f"{middle:.3f} ({low:.3f} to {high:.3f})"]
 
 
-def measure(name: str, pairs: int) -> str:
+def measure(name: str, pairs: int, *, streams: bool) -> str:
     """Run it and tell of it."""
-    ranks = run_ranks(WORLD_SIZE, _alternate, name, pairs, timeout_s=7200, comm_timeout_s=600, debug="OFF")
+    ranks = run_ranks(WORLD_SIZE, _alternate, name, pairs, streams, timeout_s=7200, comm_timeout_s=600, debug="OFF")
     each = [held for held, _, _ in ranks]
 
     def over_ranks(
@@ -146,7 +153,8 @@ def measure(name: str, pairs: int) -> str:
         ["step alone, CPU of both ranks", *_told(over_ranks(sum, lambda times: times.step_cpu))],
     ]
     numel, memory = ranks[0][2], ranks[0][1]
-    title = f"{name}: {numel:,} parameters, {WORLD_SIZE} ranks, {pairs} pairs"
+    kept = "streamed" if streams else "kept"
+    title = f"{name}: {numel:,} parameters, {WORLD_SIZE} ranks, gradients {kept}, {pairs} pairs"
     held = ", ".join(f"{what} {nbytes / numel:.2f}" for what, nbytes in memory.items())
     header = ["", "fail-closed ms", "in place ms", "ratio (95 % interval of the median)"]
     return f"{title}\n{table(header, rows)}\nbytes of gradient memory per parameter and rank: {held}"
@@ -155,11 +163,12 @@ def measure(name: str, pairs: int) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="what being fail-closed costs")
-    parser.add_argument("--pairs", type=int, help="pairs of steps (quickstart: 200, 60m: 40)")
-    parser.add_argument("--models", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--pairs", type=int, help="pairs of steps (quickstart: 200, others: 40)")
+    parser.add_argument("--models", nargs="+", choices=list(LOADS), default=["quickstart", "60m"])
+    parser.add_argument("--stream", action="store_true", help="reduce gradients inside backward, as a run does")
     asked = parser.parse_args()
     for name in asked.models:
-        print(measure(name, asked.pairs or (200 if name == "quickstart" else 40)), flush=True)
+        print(measure(name, asked.pairs or _PAIRS[name], streams=asked.stream), flush=True)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ class InPlaceGather(sr.SelectedZero2):
         reduce_and_step(self, local_weight, lr, max_grad_norm)
         self.comm.enter("gather")
         with self.comm.exchanges() as exchanges:
-            for s in self.slices:
+            for number in self._order:
+                s = self.slices[number]
                 own = s.bucket.own_staging  # where the others can read it, by the fastest way there is
                 own.copy_(s.bucket.own)
                 parts = [own if rank == self.rank else live for rank, live in enumerate(s.live)]
