@@ -27,7 +27,7 @@ from shardrun.step.agreement import (
     agree_windows,
     is_real,
 )
-from shardrun.step.norm import clip_coefficient, from_limbs, is_finite, norm_of, squares_of, to_limbs
+from shardrun.step.norm import clip_coefficient, count_non_finite, from_limbs, norm_of, squares_of, to_limbs
 from shardrun.step.transaction import signals_deferred, transaction
 
 
@@ -235,7 +235,7 @@ def _decide(comm: Communicator, call: str, moving: Sequence[Part], max_grad_norm
     """
     judged = [grad for part in moving for grad in part.strategy.gradients()]
     if max_grad_norm is None:
-        total, bad = 0, sum(not is_finite(grad) for grad in judged)
+        total, bad = 0, count_non_finite(judged)
     else:
         total, bad = squares_of(judged)
     *digits, bad = comm.sum_integers([*to_limbs(total), bad])

@@ -9,7 +9,7 @@ result, padding adds nothing, and the message has one size whatever the model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,26 +46,34 @@ def block_squares(grad: Tensor) -> Tensor:
 def squares_of(grads: Iterable[Tensor]) -> tuple[int, int]:
     """(exact sum of all squares in units of 2 ** -362, number of tensors that hold a NaN or an infinity).
 
-    Each tensor is (n,) of any floating dtype, n a multiple of 256. Those that are not finite add nothing.
+    Each tensor is (n,) of any floating dtype, n a multiple of 256, all on one device, which is waited for once. Those
+    that are not finite add nothing.
     """
-    total, bad = 0, 0
+    found = []
     for grad in grads:
         blocks = block_squares(grad)
-        if bool(torch.isfinite(blocks).all()):
-            total += exact_sum(blocks)
-        else:
-            bad += 1
-    return total, bad
+        fine = torch.isfinite(blocks)
+        whole = fine.all()
+        digits = exact_sum(torch.where(fine, blocks, 0.0))
+        found.append(torch.cat([digits * whole, ~whole[None]]))
+    if not found:
+        return 0, 0
+    *total, bad = torch.stack(found).sum(0).tolist()
+    return from_limbs(total), bad
 
 
-def is_finite(grad: Tensor) -> bool:
-    """Whether (n,) of any floating dtype holds neither a NaN nor an infinity."""
-    quick = grad.sum(dtype=torch.float32)  # reads once and writes nothing; finite only if all elements are
-    return bool(torch.isfinite(quick)) or bool(torch.isfinite(grad).all())
+def count_non_finite(grads: Sequence[Tensor]) -> int:
+    """How many of `grads`, (n,) of any floating dtype on one device, hold a NaN or an infinity."""
+    if not grads:
+        return 0
+    # A sum reads once and writes nothing; it is finite only if all elements are.
+    sums = torch.stack([grad.sum(dtype=torch.float32) for grad in grads])
+    doubtful = [grad for grad, fine in zip(grads, torch.isfinite(sums).tolist(), strict=True) if not fine]
+    return sum(not bool(torch.isfinite(grad).all()) for grad in doubtful)
 
 
-def exact_sum(values: Tensor) -> int:
-    """The exact sum of (n,) finite float64 block sums, in units of 2 ** -362.
+def exact_sum(values: Tensor) -> Tensor:
+    """The exact sum of (n,) finite float64 block sums, in units of 2 ** -362, as (LIMBS + 3,) int64 digits.
 
     Every finite float32 squared is a multiple of 2 ** -298, and so is every sum of such squares.
     """
@@ -77,7 +85,7 @@ def exact_sum(values: Tensor) -> int:
         shifted = part << (at & 31)
         digits.index_add_(0, at >> 5, shifted & _DIGIT)
         digits.index_add_(0, (at >> 5) + 1, shifted >> 32)
-    return from_limbs(digits.tolist())
+    return digits
 
 
 def to_limbs(total: int) -> list[int]:

@@ -13,6 +13,7 @@ from shardrun.step.norm import (
     LIMBS,
     block_squares,
     clip_coefficient,
+    count_non_finite,
     exact_sum,
     from_limbs,
     norm_of,
@@ -40,7 +41,7 @@ def test_the_sum_over_all_slices_is_exact_and_rounded_once(blocks: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     grad = ((torch.rand(256 * blocks, generator=generator) - 0.5) * scale).float()
     grad[::3] *= 1e-6  # blocks of very different sizes
-    whole = exact_sum(block_squares(grad))
+    whole = from_limbs(exact_sum(block_squares(grad)).tolist())
     cut = 256 * (seed % blocks)
     (low, _), (high, bad) = squares_of([grad[:cut]]), squares_of([grad[cut:]])
     added = [a + b for a, b in zip(to_limbs(low), to_limbs(high), strict=True)]  # as an all-reduce adds them
@@ -65,6 +66,11 @@ def test_a_value_that_is_not_finite_is_counted_and_clipping_is_torchs() -> None:
     good, nan, inf = torch.ones(256), torch.full((256,), math.nan), torch.full((512,), -math.inf)
     assert squares_of([good, nan, inf])[1] == 2
     assert norm_of(squares_of([good, nan, inf])[0]) == 16.0
+    assert squares_of([torch.cat([good, nan]), good])[1] == 1
+    assert norm_of(squares_of([torch.cat([good, nan]), good])[0]) == 16.0
+    large = torch.full((512,), torch.finfo(torch.float32).max)  # its sum is infinite, it is not
+    assert count_non_finite([good, nan, large, inf]) == 2
+    assert count_non_finite([]) == 0
     assert clip_coefficient(0.5, 1.0) == 1.0
     assert clip_coefficient(5.0, math.inf) == 1.0
     assert clip_coefficient(5.0, 1.0) == 1.0 / (5.0 + 1e-6)
