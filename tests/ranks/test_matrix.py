@@ -17,25 +17,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from tests.support.matrix import (
-    KINDS,
-    Bits,
+from tests.support.matrix_draws import KINDS, examples
+from tests.support.matrix_example import (
     Example,
     Micro,
     Param,
-    RankReport,
     Session,
-    Told,
     Window,
-    Worlds,
-    bits,
     build_model,
-    examples,
     micro_batch,
     options_by_path,
     settled,
-    tensor_of,
 )
+from tests.support.matrix_ranks import Bits, RankReport, Told, Worlds, bits, tensor_of
 from tests.support.models import push
 from tests.support.reference import CLASSES, Float64Twin, Part, PlainTorch, Share, Verdict, joint_step, judge
 
