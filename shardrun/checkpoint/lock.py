@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from shardrun.errors import LaunchError
+from shardrun.errors import CheckpointError, LaunchError
 
 LOCK = ".lock"
 _BYTES = 512
@@ -94,17 +94,22 @@ class RunLock:
 
 
 def read_owner(run_dir: Path) -> Owner | None:
-    """The last owner of `run_dir`, living or not; None where nobody ever owned it. Takes no lock."""
+    """The last owner of `run_dir`, living or not; None where nobody ever owned it. Takes no lock.
+
+    CheckpointError where that cannot be read.
+    """
+    path = run_dir / LOCK
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return _parse(os.pread(descriptor, _BYTES, 0))
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
         return None
-    try:
-        return _parse(os.pread(descriptor, _BYTES, 0))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        told = f"{path}: cannot be read: {error.strerror}; who owns this folder is not known, and nothing was published"
+        raise CheckpointError(told) from error
 
 
 def _parse(text: bytes) -> Owner | None:

@@ -11,7 +11,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from shardrun.run.status import Status
 from shardrun.run.worker_error import worker_error
 
 _JOINT = re.compile(r"^rank (\d+): ", re.MULTILINE)
+_BARE = 1000
+"""Letters of a message that are kept where there is room for little."""
 _OWN = str(Path(__file__).resolve().parents[1])
 _FOREIGN = tuple(
     os.path.join(os.path.realpath(folder), "")
@@ -114,13 +116,19 @@ def describe(error: BaseException, rank: int, status: Status, seen: Seen | None 
 
 
 def write(failure: Failure, path: Path) -> None:
-    """Write `failure` so that a reader sees all of it or none; a full disk loses it without another error."""
+    """Write `failure` so that a reader sees all of it or none, its cause alone where no more fits (`ulimit -f`).
+
+    A full disk loses it without another error.
+    """
     part = path.with_suffix(".part")
-    try:
-        part.write_text(json.dumps(asdict(failure)))
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
+    bare = replace(failure, message=failure.message[:_BARE], frames=(), traceback="")
+    for one in (failure, bare):
+        try:
+            part.write_text(json.dumps(asdict(one)))
+            part.replace(path)
+            return
+        except OSError:
+            part.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Failure | None:

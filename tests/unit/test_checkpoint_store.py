@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -9,12 +10,14 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from shardrun.checkpoint.lock import RunLock, read_owner
 from shardrun.checkpoint.manifest import MANIFEST, canonical_json, is_plain_name, is_safe_path, seal, sha256
 from shardrun.checkpoint.safe_files import open_inside
+from shardrun.checkpoint.staging import require_ownership
 from shardrun.checkpoint.store import (
     CHECKPOINTS,
     LATEST,
@@ -223,6 +226,20 @@ def test_the_token_grows_and_survives_a_damaged_file(tmp_path: Path) -> None:
     assert read_owner(tmp_path) is None
     with RunLock(tmp_path) as lock:
         assert lock.token == 1
+
+
+def test_an_owner_that_cannot_be_read_is_not_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLock(tmp_path) as lock:
+        require_ownership(tmp_path, lock.token)
+        full = OSError(errno.EMFILE, "Too many open files")
+        monkeypatch.setattr("shardrun.checkpoint.lock.os.open", Mock(side_effect=full))
+        with pytest.raises(CheckpointError) as caught:
+            require_ownership(tmp_path, lock.token)
+        monkeypatch.undo()
+    assert str(caught.value) == (
+        f"{tmp_path / '.lock'}: cannot be read: Too many open files; who owns this folder is not known, and nothing "
+        "was published"
+    )
 
 
 def test_the_lock_cannot_be_taken_twice_in_one_process(tmp_path: Path) -> None:

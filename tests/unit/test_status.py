@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -163,6 +164,21 @@ def test_an_error_is_described_with_place_and_cause(tmp_path: Path) -> None:
     assert failure.read(tmp_path / "e.json") == lost
     assert os.listdir(tmp_path) == ["e.json"]
     assert failure.read(tmp_path / "none.json") is None
+
+
+def test_where_little_fits_into_a_file_the_cause_is_still_told(tmp_path: Path) -> None:
+    found = described(caught(ValueError("bad label 7" + "!" * 3000)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        failure.write(found, tmp_path / "e.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    read = failure.read(tmp_path / "e.json")
+    assert read is not None
+    assert (read.type, read.file, read.line, read.phase) == ("ValueError", found.file, found.line, "forward")
+    assert found.message.startswith(read.message)
+    assert len(read.message) == 1000
 
 
 def test_the_innermost_frame_in_the_users_file_is_named() -> None:
