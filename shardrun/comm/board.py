@@ -15,6 +15,7 @@ import platform
 import select
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 BOARD_BYTES = 4096
@@ -49,9 +50,13 @@ class Board:
         self._size = len(others)
         self._named = named
         self._count = 0
-        self._rank_of = {os.pidfd_open(pids[rank]): rank for rank in self._others}
+        self._rank_of: dict[int, int] = {}
+        # Also of a board whose making fails half way, or that other ranks could not make.
+        self._release = weakref.finalize(self, _close_all, self._rank_of)
         self._ends = select.poll()
-        for descriptor in self._rank_of:
+        for rank in self._others:
+            descriptor = os.pidfd_open(pids[rank])
+            self._rank_of[descriptor] = rank
             self._ends.register(descriptor, select.POLLIN)
 
     def signal(self, flag: bool) -> int:
@@ -114,7 +119,10 @@ class Board:
     def close(self) -> None:
         """Tell all ranks that nothing will come any more."""
         self._own[_CLOSED] = 1
-        for descriptor in self._rank_of:
-            os.close(descriptor)
-        self._rank_of = {}
+        self._release()
         self._ends = select.poll()
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[0])

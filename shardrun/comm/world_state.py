@@ -8,6 +8,7 @@ and clears the frames below it. The buffers of failed collectives are what must 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import traceback
@@ -22,7 +23,7 @@ from shardrun.comm.group import Group
 from shardrun.comm.history import Call, History
 from shardrun.comm.last_words import Findings, Kind, LastWords, Word, find
 from shardrun.comm.process_group import close_process_groups, set_group_timeout
-from shardrun.errors import CommunicatorError
+from shardrun.errors import CommunicatorError, UsageError
 
 Observer = Callable[[str, int], None]
 
@@ -75,6 +76,7 @@ class WorldState:
         self._words = words
         self._kept_alive: list[object] = []
         self._groups = [group]
+        self._pid = os.getpid()
         self.exchanging = False
         """Whether exchanges are under way, in which no others may begin."""
 
@@ -104,7 +106,7 @@ class WorldState:
 
     def poison(self, cause: str, keep_alive: object = None) -> None:
         """Close every connection of every group because of a fault on this rank; the first cause wins."""
-        if self.failure is not None:
+        if self.failure is not None or self._is_forked:
             return
         if self._words is not None:
             self._words.leave(self._word("failed", None, cause))
@@ -114,13 +116,23 @@ class WorldState:
 
     def close(self, cause: str) -> None:
         """Leave in peace: close every connection without a word."""
-        if self.failure is None:
+        if self.failure is None and not self._is_forked:
             self._close(Failure(cause, "failed", self.phase, self.collective, 0.0), None)
 
     def require_open(self) -> None:
-        """Raise if the world is closed."""
+        """Raise if the world is closed, or another process's."""
         if self.failure is not None:
             raise CommunicatorError(f"communicator is closed since its first failure: {self.failure.cause}")
+        if self._is_forked:
+            raise UsageError(
+                f"this communicator is that of process {self._pid}, and process {os.getpid()} was forked from it: its "
+                "connections and shared pages are not to be used by two; call it in the process that opened it"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child of the process that opened the world; what it closed would be its parent's."""
+        return self.world_size > 1 and os.getpid() != self._pid
 
     @contextmanager
     def guard(
