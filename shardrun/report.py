@@ -256,7 +256,8 @@ def event_lines(event: Mapping[str, Any]) -> list[str]:
     match event["event"]:
         case "start":
             ranks, first, total = event["world_size"], event["first_step"], event["total_steps"]
-            head = f"{ranks} rank{'s' if ranks > 1 else ''} on {event['device']} ({event['backend']}), "
+            over = f" over {event['transport']}" if ranks > 1 and event["backend"] == "gloo" else ""
+            head = f"{ranks} rank{'s' if ranks > 1 else ''} on {event['device']} ({event['backend']}{over}), "
             if total is None:
                 head += f"from step {first + 1}"
             else:

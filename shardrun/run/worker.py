@@ -130,12 +130,19 @@ def _start_event(trainer: Trainer) -> None:
         world_size=comm.world_size,
         device=str(comm.device),
         backend=comm.backend,
+        transport=_transport(built),
         tables=tables,
         first_step=trainer.progress.step,
         total_steps=trainer.total_steps,
     )
     for note in built.notes:
         trainer.tether.send("note", text=note)
+
+
+def _transport(built: Built) -> str:
+    """How gradients and slices of this rank's groups travel, see `Communicator.transport`."""
+    talking = [group.comm for group in built.groups if group.comm.world_size > 1]
+    return "; ".join(dict.fromkeys(comm.transport for comm in talking or [built.comm]))
 
 
 def _forward_warnings(tether: Tether) -> None:

@@ -53,11 +53,15 @@ def test_a_step_is_one_line() -> None:
 
 def test_every_event_reads_as_plain_lines() -> None:
     start = {"event": "start", "world_size": 2, "device": "cpu", "backend": "gloo", "first_step": 4, "total_steps": 10}
+    start["transport"] = "shared memory"
+    device = {"device": "cuda:0", "backend": "nccl", "transport": "NCCL"}
     table = {"title": "groups", "columns": ["name"], "rows": [["all"]]}
     texts: dict[str, dict[str, Any]] = {
-        "2 ranks on cpu (gloo), steps 5 to 10|groups|  name|  ----|  all": {**start, "tables": [table]},
+        "2 ranks on cpu (gloo over shared memory), steps 5 to 10|groups|  name|  ----|  all": {
+            **start, "tables": [table]},
         "1 rank on cpu (gloo), from step 5": {**start, "world_size": 1, "total_steps": None},
-        "2 ranks on cpu (gloo), all 10 steps done": {**start, "first_step": 10},
+        "2 ranks on cpu (gloo over shared memory), all 10 steps done": {**start, "first_step": 10},
+        "2 ranks on cuda:0 (nccl), steps 5 to 10": {**start, **device},
         "resumed at step 4 from runs/x/checkpoints/step-4": {
             "event": "resumed", "step": 4, "path": "runs/x/checkpoints/step-4"},
         "eval at step 4: loss 2.123, tokens 70": {
@@ -94,6 +98,7 @@ def test_a_screen_returns_the_lines_that_it_shows(capsys: pytest.CaptureFixture[
 
 def test_the_first_step_that_a_command_makes_says_how_long_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start = {"event": "start", "world_size": 2, "device": "cpu", "backend": "gloo", "total_steps": 10}
+    start["transport"] = "shared memory"
     monkeypatch.setattr(report, "_BEGAN", time.monotonic() - 2.0)
     resumed, restarted = {**start, "first_step": 2}, {**start, "first_step": 4}
     with report.TrainScreen() as screen:
