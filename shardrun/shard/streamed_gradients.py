@@ -105,6 +105,8 @@ class StreamedGradients(FlatGradients):
         self._present = [False] * len(self.held)
         self.rounds = 0
         """How often gradients were sent since the last step."""
+        self._is_spent = False
+        """Whether they were divided for a step that has not been made."""
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +147,7 @@ class StreamedGradients(FlatGradients):
                     self._send_next()
         finally:
             self._send = None
-        self.rounds += 1
+        self.rounds, self._is_spent = self.rounds + 1, False
         if counts:
             self._finite &= torch.isfinite(self._sums)
             for here in self._here:
@@ -223,10 +225,16 @@ class StreamedGradients(FlatGradients):
         """Which gradients were sent since the last step; what was not is refused. Local."""
         assert grads is None
         problems = self._of_frozen()
-        if self._alone and (not self.rounds or any(held.parameter.grad is not None for held in self.held)):
+        pending = any(held.parameter.grad is not None for held in self.held)
+        if self._alone and self._is_spent and not pending:
+            problems.append(
+                "the gradients of the step that was refused are gone, as this session streams them, and there are no "
+                "new ones; run a backward again, or call discard_gradients"
+            )
+        elif self._alone and (not self.rounds or pending):
             with self.receiving(lambda number: None, counts=True):
                 pass  # a rank alone may do without: nobody waits for its gradients
-        if not self.rounds and self.held:
+        if not self.rounds and self.held and not self._alone:
             problems.append(
                 "no gradient was sent since the last step: this session streams its gradients, so every rank runs its "
                 "last backward, if it has one, in `with session.window(local_weight=...)`"
@@ -252,9 +260,9 @@ class StreamedGradients(FlatGradients):
 
     def spend(self) -> None:
         """What was sent cannot be taken for a step again."""
-        self.rounds = 0
+        self.rounds, self._is_spent = 0, True
 
     def clear(self) -> None:
         """Forget what was sent, and drop what was not."""
         super().clear()
-        self.spend()
+        self.rounds, self._is_spent = 0, False

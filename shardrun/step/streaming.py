@@ -34,7 +34,12 @@ class Streaming:
     @contextmanager
     def window(self, step: int, local_weight: object) -> Iterator[None]:
         """Reduce what a backward in this block, and those before it, leave; collective. See SelectedZero2.window."""
-        weight = self._agree(step, local_weight)
+        try:
+            weight = self._agree(step, local_weight)
+        except CommunicatorError as error:
+            if error.agreed:
+                raise
+            raise failed(self.comm, f"step {step}", step, error, kept=self.gradients.rounds == 0) from error
         try:
             with self.comm.exchanges() as exchanges:
                 send = partial(self._send, exchanges=exchanges, contributes=weight > 0)
@@ -54,6 +59,7 @@ class Streaming:
         """This rank's weight, once all ranks are known to be in the same window."""
         problems = weight_problems(local_weight, self.comm.world_size)
         where = f"part {self.gradients.rounds + 1} of step {step}"
+        self.comm.enter("agree")
         found = self.comm.compare("window", f"{where}, {self._identity}", {}, [len(problems)])
         if found.sums[0]:
             texts = self.comm.texts("problems", "; ".join(problems))

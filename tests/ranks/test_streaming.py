@@ -240,6 +240,26 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(shared: bool)
     assert "StepFailed" in second[0]
 
 
+def _dies_before(comm: sr.Communicator) -> tuple[str, bool, str]:
+    """Rank 1 leaves before the window that rank 0 enters."""
+    zero2 = make_zero2(comm, seeded(5, OddNet), lr=0.02, stream_gradients=True)
+    if comm.rank == 1:
+        comm.poison("gone")
+        return "", False, ""
+    with pytest.raises(StepFailed) as caught, zero2.window(local_weight=1):
+        raise AssertionError("the window must not be entered")
+    return str(caught.value), caught.value.gradients_kept, caught.value.phase
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_peer_that_is_gone_before_a_window_fails_the_step(shared: bool) -> None:
+    (told, kept, phase), _ = run_ranks(2, _dies_before, debug="OFF", shared_memory=shared)
+    assert told.startswith("step 1 failed in phase agree: ")
+    assert "rank 1 failed" in told
+    assert told.endswith("Parameters and optimizer state are those of step 0")
+    assert (kept, phase) == (True, "agree")
+
+
 # ---- shared memory ---------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardrun as sr
+from shardrun.errors import NonFiniteError, StepRefused
 from tests.support.models import OddNet, Vectors, loss_sum, seeded, token_batch
 from tests.support.parity import SCENARIOS, compare_with_plain_torch
 from tests.support.reference import Float64Twin, PlainTorch
@@ -102,3 +103,26 @@ def test_a_world_of_one_opens_no_socket_and_no_process_group() -> None:
     assert comm.agree("anything", [1]) == [[1]]
     assert not torch.distributed.is_initialized()
     assert _sockets() == before
+
+
+def test_a_refused_window_of_streamed_gradients_cannot_be_stepped_again() -> None:
+    """They are divided where they stand; a step without new ones would move nothing, and say nothing."""
+    model = seeded(1, OddNet)
+    zero2 = make_zero2(sr.Communicator.single(), model, lr=0.02, stream_gradients=True)
+
+    def step() -> sr.StepResult:
+        return zero2.step(local_weight=11, missing="zero")
+
+    torch.autograd.backward(loss_sum(model, token_batch(0, 11)) * float("nan"))
+    with pytest.raises(NonFiniteError):
+        step()
+    with pytest.raises(StepRefused, match=r"gradients of the step that was refused are gone, .* run a backward again"):
+        step()
+    torch.autograd.backward(loss_sum(model, token_batch(0, 11)))
+    assert step().absent == ()
+    assert len(step().absent) == len(zero2.paths)  # nothing was refused before: a step without gradients, as asked for
+    torch.autograd.backward(loss_sum(model, token_batch(0, 11)) * float("nan"))
+    with pytest.raises(NonFiniteError):
+        step()
+    zero2.discard_gradients()
+    assert len(step().absent) == len(zero2.paths)
