@@ -62,6 +62,9 @@ class Train(Section):
     accumulate: Literal["local", "sharded"] = "local"
     """Where gradients of several micro-batches add up: local, whole on each rank; or sharded, each rank its slice only,
     with less memory and more to send (one zero2 group, without axes). The last bits differ."""
+    stream_gradients: bool = True
+    """Where there is one zero2 group, without axes: send gradients off while backward makes them, and keep none, for
+    less memory; false: keep them whole up to the step, the same bits. For a parameter that gets its gradient twice."""
     compile: bool = False
     """Model and loss by torch.compile: a minute more at the start, fewer and larger kernels after it."""
 
@@ -76,6 +79,8 @@ class Train(Section):
         micro, whole = given.get("micro_batch_size"), given.get("global_batch_size")
         if type(micro) is int and type(whole) is int and micro >= 1 and whole >= 1 and whole % micro:
             yield Broken("global_batch_size", f"{whole} is no multiple of train.micro_batch_size, which is {micro}")
+        if given.get("accumulate") == "sharded" and given.get("stream_gradients") is False:
+            yield Broken("stream_gradients", "false, but train.accumulate: sharded keeps no gradients; use local")
 
 
 class Data(Section):
@@ -263,7 +268,8 @@ def _replicas(group: Any) -> Any:
 _NO_MEANING = {
     "run.name", "run.dir", "log", "checkpoint", "eval",
     "topology.timeout_s", "topology.init_timeout_s", "topology.save_timeout_s", "topology.allow_non_loopback",
-    "topology.max_restarts", "topology.shared_memory", "train.check_replicas_every", "data.workers", "data.prefetch",
+    "topology.max_restarts", "topology.shared_memory", "train.check_replicas_every", "train.stream_gradients",
+    "data.workers", "data.prefetch",
 }  # fmt: skip
 
 # Keys that came after the first release, with what earlier runs, whose checkpoints do not know them, were trained with.

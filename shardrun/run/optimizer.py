@@ -84,12 +84,12 @@ def draft_optimizer(
 def streams_gradients(config: Config, asked: Optimizer) -> bool:
     """Whether gradients are reduced inside backward and not kept, as a run never tries a window again.
 
-    Not where sessions or the model itself have exchanges of their own, whose order in a backward nobody knows.
-    ConfigError where they would have to be.
+    Not where the config asks to keep them, nor where sessions or the model itself have exchanges of their own, whose
+    order in a backward nobody knows. ConfigError where they would have to be.
     """
     parts = list(config.parts.values())
     alone = len(parts) == 1 and parts[0].reduce == "mean" and not config.topology.exchanging
-    streams = alone and asked.strategy == "zero2"
+    streams = alone and asked.strategy == "zero2" and config.train.stream_gradients
     if config.train.accumulate == "sharded" and not streams:
         found = f"strategy {asked.strategy}" if alone else f"{len(parts)} groups, axes {config.topology.axes or 'none'}"
         raise ConfigError(

@@ -162,7 +162,8 @@ class StreamedGradients(FlatGradients):
         if held.path in self._here[number]:
             raise UsageError(
                 f"{held.path} got a gradient twice in one window(...) of a session that streams its gradients, and the "
-                "first is on its way already; run one backward in each"
+                "first is on its way already; run one backward in each, or keep the gradients, to the same bits: with "
+                "train.stream_gradients: false in the config of a run, without stream_gradients=True elsewhere"
             )
         self._here[number].add(held.path)
         if self._has_slot(number):

@@ -25,7 +25,11 @@ _BATCHES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 6}
 def differing_from_plain_torch(folder: Path, backend: str, device: str, **precision: Any) -> list[str]:
     """Paths whose final bits differ between `shardrun train` and plain torch with fused AdamW: accumulation, dropout,
     clipping; `precision` is that section of the config, without 16-bit parameters."""
-    config = small_gpt(folder, backend, precision=precision)
+    return differing(small_gpt(folder, backend, precision=precision), device)
+
+
+def differing(config: dict[str, Any], device: str) -> list[str]:
+    """The same for a config that `small_gpt` made."""
     done = trained(config)
     expected = _plain(config, torch.device(device))
     found = done.model(_STEPS)
