@@ -36,15 +36,16 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Each replica set in a line, or where they are many, those in one that differ in their numbers alone."""
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in groups:
-        form = (one["name"], " + ".join(one["optimizers"]), one["strategy"], one["tensors"], one["elements"])
+        told = (one["strategy"], one["gradients"], one["tensors"], one["elements"])
+        form = (one["name"], " + ".join(one["optimizers"]), *told)
         alike.setdefault((*form, len(one["ranks"]) if len(groups) > _MOST_KINDS else one["record"]), []).append(one)
     rows = []
-    for (_, optimizers, strategy, tensors, elements, _), sets in alike.items():
+    for (_, optimizers, strategy, gradients, tensors, elements, _), sets in alike.items():
         first, more = sets[0], len(sets) - 1
         name = f"{first['record']} and {more:,} more" if more else first["record"]
         ranks = f"{len(first['ranks']):,} each" if more else ranges(first["ranks"])
-        rows.append([name, optimizers, strategy, ranks, f"{tensors:,}", f"{elements:,}"])
-    return plain_table(["group", "optimizer", "strategy", "ranks", ">tensors", ">elements"], rows)
+        rows.append([name, optimizers, strategy, gradients, ranks, f"{tensors:,}", f"{elements:,}"])
+    return plain_table(["group", "optimizer", "strategy", "gradients", "ranks", ">tensors", ">elements"], rows)
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
@@ -71,17 +72,20 @@ def _wire(planned: Mapping[str, Any]) -> Iterator[RenderableType]:
     if planned["world_size"] == 1:
         yield "one rank sends nothing"
         return
-    kinds = _alike(planned["ranks"], ("reduce_sent", "gather_sent"))
+    sent = any(held["reduce_sent"] for rank in planned["ranks"] for held in rank["groups"].values())
+    keys = ("reduce_sent", "gather_sent") if sent else ("reduce_read", "gather_read")
+    kinds = _alike(planned["ranks"], keys)
     rows = [
-        [ranges(numbers) if not number else "", name, size(held["reduce_sent"]), size(held["gather_sent"])]
+        [ranges(numbers) if not number else "", name, *(size(held[key]) for key in keys)]
         for numbers, one in kinds[:_MOST_KINDS]
         for number, (name, held) in enumerate(one["groups"].items())
     ]
-    yield plain_table(["sent in a step by rank", "group", ">reduce", ">gather"], rows)
+    what = "sent in a step by rank" if sent else "read of other ranks in a step by rank"
+    yield plain_table([what, "group", ">reduce", ">gather"], rows)
     if left := kinds[_MOST_KINDS:]:
         yield f"... and {sum(len(numbers) for numbers, _ in left):,} more ranks; --json has all"
     rounds, each = planned["rounds_per_step"], planned["bytes_per_round"]
-    yield f"and {rounds} rounds of {each} bytes for agreement, norm, vote and log"
+    yield f"by {planned['transport']}; and {rounds} rounds of {each} bytes for agreement, norm, vote and log"
 
 
 def _step_time(found: Mapping[str, Any]) -> Iterator[RenderableType]:

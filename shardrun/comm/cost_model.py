@@ -41,6 +41,15 @@ def travels(name: str, nbytes: int, ranks: int) -> int:
     return nbytes // ranks * (ranks - 1) if name.startswith(("reduce by", "gather by")) else nbytes
 
 
+def read_bytes(splits: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
+    """By rank: bytes of all others' memory that it reads to reduce a bucket of these slices in FP32, and to gather it.
+
+    As ranks of one host do, who send nothing of it. `itemsize`: bytes of a gathered element.
+    """
+    total, others = sum(splits), len(splits) - 1
+    return [(4 * others * numel, (total - numel) * itemsize) for numel in splits]
+
+
 @dataclass(frozen=True)
 class Line:
     """What one collective costs in one world, for ranks that have a core each."""

@@ -96,14 +96,18 @@ class Built:
         return None if self.config.train.epochs is None else self.config.train.epochs * self.loader.samples
 
 
+def backend_of(config: Config) -> str:
+    """What the ranks would talk by if the run were started on this machine: "gloo" or "nccl"; local."""
+    if config.topology.backend != "auto":
+        return config.topology.backend
+    return "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
+
+
 def open_communicator(config: Config) -> Communicator:
     """Join the world that the environment describes, as the config's topology says. Every rank calls it."""
     torch.set_num_threads(config.topology.threads_per_rank)
     torch.set_float32_matmul_precision(config.precision.matmul)
-    topology = config.topology
-    backend = topology.backend
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
+    topology, backend = config.topology, backend_of(config)
     if backend == "nccl" and not torch.cuda.is_available():
         raise LaunchError("topology.backend is nccl, but this machine shows no GPU; use gloo or auto")
     if config.run.deterministic:

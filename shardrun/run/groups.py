@@ -172,11 +172,15 @@ def rounds_per_step(config: Config) -> int:
     if not alone:
         return 5 + sum(size > 1 for size in largest)
     (asked,) = (part.optimizer for part in parts)
-    if not streams_gradients(config, asked):
-        return 4
-    train = config.train
-    micro_batches = -(-train.global_batch_size // (train.micro_batch_size * world_size))
-    return 4 + (micro_batches if train.accumulate == "sharded" else 1)
+    return 4 + (reductions_per_step(config) if streams_gradients(config, asked) else 0)
+
+
+def reductions_per_step(config: Config) -> int:
+    """How often the gradients of one window are reduced: once, or for each micro-batch of the rank that has most."""
+    train, ranks = config.train, config.topology.world_size
+    if train.accumulate != "sharded" or ranks == 1:
+        return 1
+    return -(-train.global_batch_size // (train.micro_batch_size * ranks))
 
 
 def step_groups(

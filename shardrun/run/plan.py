@@ -6,28 +6,35 @@ the model are shapes, so it is built on the meta device (see run/places.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from shardrun.checkpoint.files import MODEL_METADATA, file_metadata, kept_on_disk
 from shardrun.checkpoint.manifest import MAX_BYTES, canonical_json
 from shardrun.checkpoint.store import model_file, record_file, state_file
 from shardrun.comm.agreement import ROUND_BYTES
+from shardrun.comm.cost_model import SHARED, read_bytes
 from shardrun.config.groups import replica_sets
 from shardrun.config.schema import Config
 from shardrun.errors import ConfigError, ShardrunError
 from shardrun.records.header import TensorBytes, planned_bytes
 from shardrun.records.header_parser import DTYPE_NAMES
 from shardrun.records.tensors import form_bytes
-from shardrun.run.groups import record_name, refuse_shared_paths, rounds_per_step
+from shardrun.run.build import backend_of
+from shardrun.run.groups import record_name, reductions_per_step, refuse_shared_paths, rounds_per_step
 from shardrun.run.model_files import join_parts
 from shardrun.run.optimizer import draft_optimizer
 from shardrun.run.places import Place, build_places, described
 from shardrun.run.recipe import Recipe, load_recipe
 from shardrun.run.state import new_run_id
-from shardrun.step.footprint import Footprint, RankBytes
+from shardrun.shard.flat_buffer import DTYPES
+from shardrun.step.draft import CutDraft
+from shardrun.step.footprint import Footprint
 from shardrun.step.session import trainable_order
 
 Piece = tuple[str, int, bool]
@@ -46,6 +53,21 @@ class PlannedFile:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of a group, and moves in a step, in bytes; the first three as in `RankBytes`."""
+
+    pending: int
+    in_step: int
+    state: int
+    reduce_sent: int
+    """Sent to the other ranks, in all reductions of a step, see `sent_bytes`; 0 where they read in place."""
+    gather_sent: int
+    reduce_read: int
+    """Read in the memory of the other ranks, see `read_bytes`; 0 where it is sent."""
+    gather_read: int
+
+
 @dataclass
 class PlannedGroup:
     """One replica set of a group of the config."""
@@ -56,6 +78,10 @@ class PlannedGroup:
     strategy: str
     ranks: tuple[int, ...]
     footprint: Footprint
+    reductions: int
+    """How often its gradients are reduced in a step."""
+    in_place: bool
+    """Whether its ranks read each other's memory; else all is sent."""
     _sizes: dict[tuple[Piece, ...], int] = field(default_factory=dict)
     """Bytes of the files of records that hold the same."""
     _pieces: dict[Piece, dict[str, TensorBytes]] = field(default_factory=dict)
@@ -64,6 +90,35 @@ class PlannedGroup:
     def elements(self) -> int:
         """Trained elements."""
         return sum(spec.numel for spec in self.footprint.draft.specs.values())
+
+    @property
+    def streams(self) -> bool:
+        """Whether its gradients are reduced inside backward, and not kept."""
+        draft = self.footprint.draft
+        return isinstance(draft, CutDraft) and draft.streams
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets."""
+        return sum(len(space.buckets) for space in self.footprint.layout.spaces)
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """What each of its ranks holds and moves."""
+        held = self.footprint.held
+        if self.in_place:
+            moved = [(0, 0, self.reductions * reduced, gathered) for reduced, gathered in self._read()]
+        else:
+            moved = [(self.reductions * one.reduce_sent, one.gather_sent, 0, 0) for one in held]
+        return [Held(one.pending, one.in_step, one.state, *of) for one, of in zip(held, moved, strict=True)]
+
+    def _read(self) -> list[tuple[int, int]]:
+        """By rank: what it reads of the others in one reduction and in the gather."""
+        read = np.zeros((len(self.ranks), 2), dtype=np.int64)
+        for space in self.footprint.layout.spaces:
+            splits = sum(np.array(bucket.splits(len(self.ranks))) for bucket in space.buckets)
+            read += np.array(read_bytes(splits.tolist(), DTYPES[space.dtype].itemsize))
+        return [(reduced, gathered) for reduced, gathered in read.tolist()]
 
     @cached_property
     def digest(self) -> str:
@@ -78,6 +133,7 @@ class PlannedGroup:
             "record": self.record,
             "strategy": self.strategy,
             "optimizers": {share.kind.name: len(share.paths) for share in draft.shares if share.paths},
+            "gradients": "streamed" if self.streams else "kept",
             "ranks": list(self.ranks),
             "tensors": len(draft.specs),
             "elements": self.elements,
@@ -114,6 +170,8 @@ class Planned:
     """Of a checkpoint of the last step, but for its manifest."""
     rounds: int
     """Rounds of a few integers in each step."""
+    transport: str
+    """How gradients and slices travel, see `transport`."""
     notes: list[str]
 
     @property
@@ -126,12 +184,12 @@ class Planned:
         """Bytes of a checkpoint."""
         return sum(file.bytes for file in self.files)
 
-    def ranks(self) -> Iterator[tuple[int, Place, dict[str, RankBytes]]]:
-        """Every rank, its place, and by group what it holds and sends."""
+    def ranks(self) -> Iterator[tuple[int, Place, dict[str, Held]]]:
+        """Every rank, its place, and by group what it holds and moves."""
         place_of = {rank: place for place in self.places for rank in place.ranks}
-        held: dict[int, dict[str, RankBytes]] = {rank: {} for rank in range(self.world_size)}
+        held: dict[int, dict[str, Held]] = {rank: {} for rank in range(self.world_size)}
         for group in self.groups:
-            for rank, one in zip(group.ranks, group.footprint.held, strict=True):
+            for rank, one in zip(group.ranks, group.held, strict=True):
                 held[rank][group.name] = one
         for rank, groups in held.items():
             yield rank, place_of[rank], groups
@@ -153,6 +211,7 @@ class Planned:
                 }
                 for rank, place, groups in self.ranks()
             ],
+            "transport": self.transport,
             "rounds_per_step": self.rounds,
             "bytes_per_round": ROUND_BYTES,
             "files": [asdict(file) for file in self.files],
@@ -175,7 +234,21 @@ def plan(config: Config) -> Planned:
     ]
     files = [*_model_files(config, found), *_records(config, groups), *_states(config, found)]
     notes += _manifest_notes(groups)
-    return Planned(config, found, groups, files, rounds_per_step(config), notes)
+    return Planned(config, found, groups, files, rounds_per_step(config), transport(config), notes)
+
+
+def transport(config: Config) -> str:
+    """What `Communicator.transport` would say of a run that is started on this machine, and cannot leave it."""
+    topology = config.topology
+    if topology.world_size == 1:
+        return "nothing is sent"
+    if backend_of(config) == "nccl":
+        return "NCCL"
+    if not topology.shared_memory:
+        return "sockets (switched off)"
+    if topology.allow_non_loopback:
+        return "sockets (hosts may be several; groups on one of them read in place)"
+    return SHARED if hasattr(os, "memfd_create") else "sockets (this system has no memory without a name)"
 
 
 def _load_recipe(config: Config) -> Recipe:
@@ -196,8 +269,15 @@ def _groups(config: Config, recipe: Recipe, found: Sequence[Place]) -> Iterator[
             contract = selection.contract()
             order = trainable_order(selection.parameters, contract)
             draft = draft_optimizer(asked.optimizer, config, contract, order, recipe)
-            footprint = Footprint(draft, len(ranks))
-            yield PlannedGroup(name, record_name(name, part, len(sets)), asked.optimizer.strategy, ranks, footprint)
+            yield PlannedGroup(
+                name,
+                record_name(name, part, len(sets)),
+                asked.optimizer.strategy,
+                ranks,
+                Footprint(draft, len(ranks)),
+                reductions=reductions_per_step(config),
+                in_place=transport(config) == SHARED,
+            )
 
 
 # ---- a checkpoint ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def _way(planned: Planned, links: Links) -> str:
         raise UsageError(f"links: no line of {' and '.join(lacking)} was measured; measure again")
     if planned.world_size == 1:
         return "none"
-    over_gloo = [SHARED, "exchange"] if planned.config.topology.shared_memory else ["exchange"]
+    over_gloo = [SHARED, "exchange"] if planned.transport == SHARED else ["exchange"]
     wanted = ["native"] if links.backend == "nccl" else over_gloo
     way = next((one for one in wanted if one in links.ways), None)
     if way is None:
@@ -96,30 +96,28 @@ def _terms_of(planned: Planned, links: Links, way: str, parts: Sequence[tuple[Pl
     """Of the rank that has these numbers in these groups; without compute."""
     ranks = planned.world_size
     moved = sum(memory_traffic(group, number) for group, number in parts)
-    talking = [(group, group.footprint.held[n], _buckets(group)) for group, n in parts if len(group.ranks) > 1]
+    talking = [(group, group.held[number]) for group, number in parts if len(group.ranks) > 1]
 
-    def travelling(name: str, sent: Sequence[int]) -> Term:
+    def travelling(name: str, moved: Sequence[int], calls: Sequence[int]) -> Term:
         seconds = sum(
-            links.seconds(name, nbytes, len(group.ranks), calls=buckets, sharing=ranks)
-            for (group, _, buckets), nbytes in zip(talking, sent, strict=True)
+            links.seconds(name, nbytes, len(group.ranks), calls=times, sharing=ranks)
+            for (group, _), nbytes, times in zip(talking, moved, calls, strict=True)
         )
-        buckets = sum(buckets for _, _, buckets in talking)
-        words = f"{buckets} bucket{'s' * (buckets != 1)}, {_mb(sum(sent))} sent by each rank, by {way}"
-        return Term(name.partition(" ")[0], seconds, words)
+        told = "sent by each rank" if planned.transport != SHARED else "read by each rank of the others"
+        buckets = f"{sum(calls)} bucket{'s' * (sum(calls) != 1)}"
+        return Term(name.partition(" ")[0], seconds, f"{buckets}, {_mb(sum(moved))} {told}, by {way}")
 
     if talking:
-        yield travelling(reduce_by(way), [held.reduce_sent for _, held, _ in talking])
+        reduced = [held.reduce_sent + held.reduce_read for _, held in talking]
+        yield travelling(reduce_by(way), reduced, [group.buckets * group.reductions for group, _ in talking])
     copied = links.seconds(COPY, moved / 2, ranks)  # a copy reads and writes
     yield Term("optimizer", copied, f"{_mb(moved)} read and written, at the speed of a copy")
     if talking:
-        yield travelling(gather_by(way), [held.gather_sent for _, held, _ in talking])
+        gathered = [held.gather_sent + held.gather_read for _, held in talking]
+        yield travelling(gather_by(way), gathered, [group.buckets for group, _ in talking])
     if ranks > 1:
         seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds) + links.seconds(gather_by(way), 0, ranks)
         yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks, and the losses for the log")
-
-
-def _buckets(group: PlannedGroup) -> int:
-    return sum(len(space.buckets) for space in group.footprint.layout.spaces)
 
 
 def _mb(nbytes: float) -> str:

@@ -67,14 +67,15 @@ def test_what_is_held_does_not_depend_on_the_world_but_for_padding(tmp_path: Pat
         assert len(elements) == world
 
 
-def test_a_rank_sends_what_others_miss(tmp_path: Path) -> None:
-    """Equal slices: all but its own of the FP32 gradients, and its own of the bf16 weights to all others."""
+def test_a_rank_reads_what_it_misses(tmp_path: Path) -> None:
+    """Equal slices: its own of all others' FP32 gradients, and all but its own of the bf16 weights."""
     planned = llama(tmp_path, 4, ADAMW, layers=1, width=256, narrow=256, hidden=256, vocabulary=256)
     for _, _, held in planned.ranks():
-        assert held["default"].reduce_sent == held["default"].pending * 3 // 4
-        assert held["default"].gather_sent == held["default"].pending // 2 * 3 // 4
+        assert held["default"].reduce_read == held["default"].pending * 3 // 4
+        assert held["default"].gather_read == held["default"].pending // 2 * 3 // 4
+        assert (held["default"].reduce_sent, held["default"].gather_sent) == (0, 0)
     (alone,) = llama(tmp_path, 1, ADAMW, layers=1).ranks()
-    assert (alone[2]["default"].reduce_sent, alone[2]["default"].gather_sent) == (0, 0)
+    assert (alone[2]["default"].reduce_read, alone[2]["default"].gather_read) == (0, 0)
 
 
 def test_experts_are_planned_at_every_place() -> None:
@@ -167,12 +168,26 @@ def test_the_command_shows_a_table_and_a_document() -> None:
     assert twice.exit_code == 2
 
 
+def test_the_command_says_how_slices_travel() -> None:
+    config = str(CONFIGS / "quickstart.yaml")
+    shown = {
+        words: " ".join(CliRunner().invoke(app, ["plan", config, *words]).output.split())
+        for words in [(), ("topology.shared_memory=false",), ("topology.allow_non_loopback=true",)]
+    }
+    in_place, sockets, hosts = shown.values()
+    assert "read of other ranks in a step by rank" in in_place
+    assert "by shared memory; and" in in_place
+    assert "sent in a step by rank" in sockets
+    assert "by sockets (switched off); and" in sockets
+    assert "by sockets (hosts may be several; groups on one of them read in place); and" in hosts
+
+
 def test_many_replica_sets_that_differ_in_their_numbers_alone_are_one_line() -> None:
     words = ["topology.world_size=16", "topology.axes={replicas: 2, experts: 8}", "recipe_args.experts=8"]
     shown = CliRunner().invoke(app, ["plan", str(CONFIGS / "moe.yaml"), *words])
     assert shown.exit_code == 0, shown.output
     lines = [line.split() for line in shown.output.splitlines()]
-    assert ["experts-0", "and", "7", "more", "adamw", "zero2", "2", "each", "9", "221,184"] in lines
+    assert ["experts-0", "and", "7", "more", "adamw", "zero2", "kept", "2", "each", "9", "221,184"] in lines
     assert sum(line[:1] == ["experts-0"] for line in lines) == 1
 
 

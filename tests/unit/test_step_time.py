@@ -48,9 +48,9 @@ def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None
     assert seconds(found) == pytest.approx(
         {
             "compute": crowd * 0.1 * 4 / min(world, 4),  # 4 micro-batches over the world; of 8 ranks half have none
-            "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_sent),  # 2 buckets: what decays, and the norms
+            "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_read),  # 2 buckets: what decays, and the norms
             "optimizer": crowd * 4e-9 * memory_traffic(group, 0) / 2,
-            "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_sent),
+            "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_read),
             "agreements": crowd * (planned.rounds * agreement + 2e-2),  # and the losses for the log, gathered
         }
     )
@@ -71,16 +71,25 @@ def test_one_rank_sends_nothing_and_stages_nothing() -> None:
     (group,) = planned.groups
     found = predict(planned, links(), TENTH)
     assert list(seconds(found)) == ["compute", "optimizer"]
-    # per element: 12 bytes of gradient, then 4 read of it, and 8 of the parameter and 16 of both moments
-    assert memory_traffic(group, 0) == pytest.approx(40 * group.elements, rel=0.01)
+    # per element: 12 bytes of gradient where it is streamed to, 12 there, then 4 read of it, and 8 of the parameter and
+    # 16 of both moments
+    assert memory_traffic(group, 0) == pytest.approx(52 * group.elements, rel=0.01)
 
 
-def test_a_rank_reads_and_writes_its_slice_and_the_whole_parameters() -> None:
-    """Of 4 bytes per element: 3 + 4 + 8 on the slice with AdamW (see memory_traffic), 1 on new parameters, 2 on all."""
+def test_a_rank_reads_and_writes_all_gradients_its_slice_and_the_other_parameters() -> None:
+    """Of 4 bytes per element: 3 + 5 + 7 on the slice with AdamW (see memory_traffic), 2 on the other three, and 3 on
+    all gradients; kept ones are not summed. Each further reduction: those 3, and 3 on the slice."""
     (group,) = plan(load(QUICK, ["topology.world_size=4"])).groups
+    (kept,) = plan(load(QUICK, ["topology.world_size=4", "optimizer.strategy=zero1"])).groups
+    words = ["topology.world_size=4", "train.accumulate=sharded", "train.global_batch_size=96"]
+    (sharded,) = plan(load(QUICK, words)).groups
     for number in range(4):
         found = memory_traffic(group, number)
-        assert found == pytest.approx(4 * group.elements * (3 + 5 + 7) / 4 + 8 * group.elements, rel=0.01)
+        assert found == pytest.approx(4 * group.elements * ((3 + 5 + 7) / 4 + 2 * 3 / 4 + 3), rel=0.01)
+        more = memory_traffic(sharded, number) - found
+        assert more == pytest.approx(2 * 4 * group.elements * (3 + 3 / 4), rel=0.01)
+    moved = sum(memory_traffic(group, number) - memory_traffic(kept, number) for number in range(4))
+    assert moved == pytest.approx(4 * 4 * group.elements, rel=0.01)
 
 
 def test_subgroups_share_the_cores_with_the_whole_world() -> None:
@@ -90,7 +99,7 @@ def test_subgroups_share_the_cores_with_the_whole_world() -> None:
     buckets = {g.name: sum(len(space.buckets) for space in g.footprint.layout.spaces) for g in planned.groups[:2]}
     assert planned.world_size == 4
     assert found["reduce"] == pytest.approx(
-        2 * sum(1e-2 * buckets[name] + 1e-9 * one.reduce_sent for name, one in held.items())
+        2 * sum(1e-2 * buckets[name] + 1e-9 * one.reduce_read for name, one in held.items())
     )
     assert found["agreements"] == pytest.approx(2 * (planned.rounds * (1e-3 + 2e-3 / 3) + 2e-2))
 
@@ -120,10 +129,10 @@ def test_the_rank_with_most_to_do_counts(tmp_path: Path) -> None:
     planned = plan(from_mapping(document(tmp_path, 4, sections, str(recipe))))
     assert [group.elements for group in planned.groups] == [256, 8193, 4097]
     most, least = (held for rank, _, held in planned.ranks() if rank in (0, 3))
-    assert most["own"].reduce_sent > least["own"].reduce_sent
+    assert most["own"].reduce_read > least["own"].reduce_read
     found = seconds(predict(planned, links(), None))
-    sent = sum(one.reduce_sent for one in most.values())
-    assert found["reduce"] == pytest.approx(2 * (2 * 1e-2 + 1e-9 * sent))
+    read = sum(one.reduce_read for one in most.values())
+    assert found["reduce"] == pytest.approx(2 * (2 * 1e-2 + 1e-9 * read))
     moved = sum(memory_traffic(group, 0) for group in planned.groups[:2])
     assert found["optimizer"] == pytest.approx(2 * 4e-9 * moved / 2)
 
@@ -138,6 +147,16 @@ def test_ranks_of_a_host_read_in_place_unless_they_are_told_not_to() -> None:
     both = Links("gloo", 2, 1, {**links().lines, **links(way="shared memory").lines})
     assert predict(plan(load(QUICK)), both, None).way == "shared memory"
     assert predict(plan(load(QUICK, ["topology.shared_memory=false"])), both, None).way == "exchange"
+
+
+def test_gradients_that_are_reduced_with_each_micro_batch_travel_as_often() -> None:
+    once, thrice = (
+        plan(load(QUICK, ["train.global_batch_size=48", f"train.accumulate={where}"])) for where in ("local", "sharded")
+    )
+    assert thrice.groups[0].held[0].reduce_read == 3 * once.groups[0].held[0].reduce_read
+    (before, after) = (seconds(predict(one, links(), None)) for one in (once, thrice))
+    assert after["reduce"] == pytest.approx(3 * before["reduce"])
+    assert after["gather"] == before["gather"]
 
 
 def test_what_was_not_measured_is_told() -> None:
