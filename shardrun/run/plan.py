@@ -116,8 +116,8 @@ class PlannedGroup:
         """By rank: what it reads of the others in one reduction and in the gather."""
         read = np.zeros((len(self.ranks), 2), dtype=np.int64)
         for space in self.footprint.layout.spaces:
-            splits = sum(np.array(bucket.splits(len(self.ranks))) for bucket in space.buckets)
-            read += np.array(read_bytes(splits.tolist(), DTYPES[space.dtype].itemsize))
+            splits = np.array([bucket.splits(len(self.ranks)) for bucket in space.buckets]).sum(axis=0)
+            read += np.array(read_bytes(splits.tolist(), DTYPES[space.dtype].itemsize), dtype=np.int64)
         return [(reduced, gathered) for reduced, gathered in read.tolist()]
 
     @cached_property

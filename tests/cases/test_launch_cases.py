@@ -110,7 +110,7 @@ def test_c113_c114_an_error_on_one_rank_is_shown_once_with_its_place(tmp_path: P
     assert screen[:2] == ["rank 1 failed at step 2, phase forward", "  ValueError: bad label 7"]
     assert re.fullmatch(r"    at .*/launch_linear\.py:\d+ in _go_wrong", screen[2])
     assert (program.stdout + program.stderr).count("bad label 7") == 1
-    assert "rank 0: freed by it (backward of step 2)" in screen
+    assert "rank 0: freed by it (agree of step 2)" in screen
     assert len(screen) <= 12
     assert "Traceback" not in program.stdout + program.stderr
     assert saved_steps(tmp_path) == [1]

@@ -182,7 +182,7 @@ def test_lack_of_memory_and_aborts_are_explained_in_one_line(tmp_path: Path, fau
     assert code == 1
     screen = program.stderr.splitlines()
     assert screen[0] == said
-    assert "rank 0: freed by it (backward of step 2)" in screen
+    assert "rank 0: freed by it (agree of step 2)" in screen
     assert f"last checkpoint: {tmp_path}/run/checkpoints/step-0000000001" in screen
     assert len(screen) <= 14
 

@@ -48,9 +48,9 @@ def test_the_terms_of_a_step(world: int, crowd: float, agreement: float) -> None
     assert seconds(found) == pytest.approx(
         {
             "compute": crowd * 0.1 * 4 / min(world, 4),  # 4 micro-batches over the world; of 8 ranks half have none
-            "reduce": crowd * (2 * 1e-2 + 1e-9 * one.reduce_read),  # 2 buckets: what decays, and the norms
+            "reduce": crowd * (group.buckets * 1e-2 + 1e-9 * one.reduce_read),
             "optimizer": crowd * 4e-9 * memory_traffic(group, 0) / 2,
-            "gather": crowd * (2 * 2e-2 + 2e-9 * one.gather_read),
+            "gather": crowd * (group.buckets * 2e-2 + 2e-9 * one.gather_read),
             "agreements": crowd * (planned.rounds * agreement + 2e-2),  # and the losses for the log, gathered
         }
     )
@@ -229,7 +229,7 @@ def test_the_command_shows_every_term_and_the_sum(tmp_path: Path) -> None:
     found = json.loads(run(*words, "--json").stdout)["step_time"]
     assert [term["name"] for term in found["terms"]] == ["compute", "reduce", "optimizer", "gather", "agreements"]
     assert found["seconds"] == pytest.approx(sum(term["seconds"] for term in found["terms"]))
-    assert f"step {1000 * found['seconds']:.2f} one after the other" in lines
+    assert f"step {1000 * found['seconds']:,.2f} one after the other" in lines
     assert "step_time" not in json.loads(run("--json").stdout)
 
 
