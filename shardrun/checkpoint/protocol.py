@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardrun.checkpoint.plan import Plan, agreed, shown
 from shardrun.checkpoint.publish import Order, publish
 from shardrun.checkpoint.retention import Retention
-from shardrun.checkpoint.staging import abandoned_on_error, joined_entries, joined_sections, open_staging, write_files
+from shardrun.checkpoint.staging import (
+    abandoned_on_error,
+    joined_entries,
+    joined_sections,
+    open_staging,
+    read_nonce,
+    staging_folder,
+    write_files,
+)
 from shardrun.checkpoint.store import CHECKPOINTS, step_name
 from shardrun.checkpoint.together import together
 
@@ -61,14 +69,19 @@ def stages_of_save(
         return shown(made[0])
 
     answers = yield Work("checkpoint plan", propose)
-    plan = agreed(made.pop(), answers)
-    staging = open_staging(run_dir, comm, plan, fence)
+    made[0] = agreed(made[0], answers)
+    plan = replace(made[0], files=[], param_sha256=None)  # the tensors are let go by whoever writes them
+    opened, *_ = yield Work("checkpoint staging", lambda: open_staging(run_dir, plan, fence) if comm.rank == 0 else {})
+    staging = staging_folder(run_dir, opened)
     with abandoned_on_error(staging, comm):
-        written = yield Work("checkpoint files", lambda: write_files(staging, plan))
-        entries = joined_entries(plan, written)
-        sections = joined_sections(plan, written)
-        order = Order(run_dir, staging, sections, entries, plan.needed, retention, fence)
-        published, *_ = yield Work("checkpoint published", lambda: publish(order) if comm.rank == 0 else None)
+        yield Work("checkpoint nonce", lambda: read_nonce(staging, opened))
+        written = yield Work("checkpoint files", lambda: write_files(staging, made.pop()))
+
+        def order() -> Order:
+            entries, sections = joined_entries(plan, written), joined_sections(plan, written)
+            return Order(run_dir, staging, sections, entries, plan.needed, retention, fence)
+
+        published, *_ = yield Work("checkpoint published", lambda: publish(order()) if comm.rank == 0 else None)
     path = run_dir / CHECKPOINTS / step_name(plan.step)
     seconds = time.monotonic() - started
     return Saved(plan.step, path, published["bytes"], published["free"], seconds, tuple(published["notes"]))

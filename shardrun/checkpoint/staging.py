@@ -16,7 +16,6 @@ from shardrun.checkpoint.plan import PARAM_SHA256, Plan, PlannedFile
 from shardrun.checkpoint.retention import clear_leftovers
 from shardrun.checkpoint.safe_files import open_inside
 from shardrun.checkpoint.store import CHECKPOINTS, STAGING, step_name
-from shardrun.checkpoint.together import by_root, together
 from shardrun.errors import CheckpointError
 from shardrun.records.durable import make_folder, remove_tree, sync_folder, write_file
 from shardrun.records.fit import cover_violations, holds_whole
@@ -28,49 +27,8 @@ if TYPE_CHECKING:
 NONCE = "nonce"
 
 
-def open_staging(run_dir: Path, comm: Communicator, plan: Plan, fence: int | None) -> Path:
-    """Rank 0 clears left-overs, checks the room and makes the folder; every rank reads its nonce back; collective."""
-    made = by_root(comm, "checkpoint staging", lambda: _make_staging(run_dir, plan, fence))
-    staging = run_dir / CHECKPOINTS / STAGING / str(made["name"])
-
-    def read_back() -> None:
-        try:
-            with open_inside(staging, NONCE) as file:
-                found = file.read(100).decode("ascii", "replace")
-        except CheckpointError as error:
-            found = str(error)
-        if found != made["nonce"]:
-            raise CheckpointError(
-                f"{staging}: the nonce that rank 0 wrote there is not to be found ({found}); "
-                f"{run_dir} has to be one folder that all ranks share"
-            )
-
-    with abandoned_on_error(staging, comm):
-        together(comm, "checkpoint nonce", read_back)
-    return staging
-
-
-@contextlib.contextmanager
-def abandoned_on_error(staging: Path, comm: Communicator) -> Iterator[None]:
-    """Remove staging when an agreement inside has raised: no rank writes any more. After a lost peer it is left."""
-    try:
-        yield
-    except Exception:
-        if comm.rank == 0 and not comm.is_poisoned:
-            with contextlib.suppress(OSError):
-                remove_tree(staging)
-        raise
-
-
-def require_ownership(run_dir: Path, fence: int | None) -> None:
-    """[Note: fencing] A run that stood still for long may find that its folder has a new owner: it touches nothing."""
-    owner = read_owner(run_dir)
-    if fence is not None and (owner is None or owner.token != fence):
-        who = "nobody" if owner is None else f"pid {owner.pid} on {owner.host}"
-        raise CheckpointError(f"{run_dir}: is owned by {who} now, not by this run; nothing was published")
-
-
-def _make_staging(run_dir: Path, plan: Plan, fence: int | None) -> dict[str, str]:
+def open_staging(run_dir: Path, plan: Plan, fence: int | None) -> dict[str, str]:
+    """Clear left-overs, check the room, make the folder with a nonce in it; its name and the nonce. Rank 0 does it."""
     require_ownership(run_dir, fence)
     folder = run_dir / CHECKPOINTS
     nonce = secrets.token_hex(16)
@@ -91,6 +49,45 @@ def _make_staging(run_dir: Path, plan: Plan, fence: int | None) -> dict[str, str
             remove_tree(folder / STAGING / name)
         raise CheckpointError(cannot_save(folder, plan.needed, error)) from error
     return {"name": name, "nonce": nonce}
+
+
+def staging_folder(run_dir: Path, opened: dict[str, str]) -> Path:
+    """Where rank 0 has opened what `open_staging` told."""
+    return run_dir / CHECKPOINTS / STAGING / opened["name"]
+
+
+def read_nonce(staging: Path, opened: dict[str, str]) -> None:
+    """Return if this rank finds the nonce that rank 0 wrote; CheckpointError otherwise."""
+    try:
+        with open_inside(staging, NONCE) as file:
+            found = file.read(100).decode("ascii", "replace")
+    except CheckpointError as error:
+        found = str(error)
+    if found != opened["nonce"]:
+        raise CheckpointError(
+            f"{staging}: the nonce that rank 0 wrote there is not to be found ({found}); "
+            f"{staging.parents[2]} has to be one folder that all ranks share"
+        )
+
+
+@contextlib.contextmanager
+def abandoned_on_error(staging: Path, comm: Communicator) -> Iterator[None]:
+    """Remove staging when an agreement inside has raised: no rank writes any more. After a lost peer it is left."""
+    try:
+        yield
+    except Exception:
+        if comm.rank == 0 and not comm.is_poisoned:
+            with contextlib.suppress(OSError):
+                remove_tree(staging)
+        raise
+
+
+def require_ownership(run_dir: Path, fence: int | None) -> None:
+    """[Note: fencing] A run that stood still for long may find that its folder has a new owner: it touches nothing."""
+    owner = read_owner(run_dir)
+    if fence is not None and (owner is None or owner.token != fence):
+        who = "nobody" if owner is None else f"pid {owner.pid} on {owner.host}"
+        raise CheckpointError(f"{run_dir}: is owned by {who} now, not by this run; nothing was published")
 
 
 def cannot_save(folder: Path, needed: int, why: OSError | str) -> str:
