@@ -48,7 +48,7 @@ def begin_save(
     """Begin a save that goes on in the background; every rank of the world calls it, otherwise as `save`.
 
     `take` is called in the background and gives a snapshot of memory of its own: the live tensors that it copies must
-    not change before `PendingSave.hold` has returned. Extra memory until the save is over: what this rank writes.
+    not change before `PendingSave.hold` has returned. Extra memory until its files are written: what this rank writes.
     """
     return PendingSave(comm, _stages(run_dir, comm, take, Retention(keep, keep_every), fence))
 

@@ -18,12 +18,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-BOARD_BYTES = 4096
+_TURNS = 4  # a rank is at most one signal ahead of who waits for it
+_PART = 16 << 10
+"""Bytes that a turn has for a part of a text and, in front of it, the length of the whole."""
+_TEXTS = 4096
+BOARD_BYTES = _TEXTS + _TURNS * _PART
 _COUNT, _CLOSED, _FLAGS, _NUMBERS = 0, 1, 64, 1024
 _SUMMED = 2
-"""The flag of a signal that comes with numbers."""
+"""The flag of a signal that comes with numbers or text."""
 MOST_NUMBERS = 64
-_TURNS = 4  # a rank is at most one signal ahead of who waits for it
 _SPINS = 300
 _NAP_S = 0.00005
 _LONGEST_NAP_S = 0.0005
@@ -78,12 +81,34 @@ class Board:
         turn = _NUMBERS + (self._count + 1) % _TURNS * 8 * MOST_NUMBERS
         form = struct.Struct(f"{len(numbers)}q")
         form.pack_into(self._own, turn, *numbers)
+        self._agree(timeout_s)
+        of_ranks = [form.unpack_from(self._page(rank), turn) for rank in range(self._size)]
+        return [sum(column) for column in zip(*of_ranks, strict=True)]
+
+    def gather(self, text: bytes, timeout_s: float) -> list[bytes]:
+        """Every rank's `text`, in rank order, part by part until the longest is read; raises as `hear`."""
+        form, found = struct.Struct("q"), [b""] * self._size
+        room, done, longest = _PART - form.size, 0, len(text)
+        while not done or done < longest:
+            turn = _TEXTS + (self._count + 1) % _TURNS * _PART
+            part = text[done : done + room]
+            form.pack_into(self._own, turn, len(text))
+            self._own[turn + form.size : turn + form.size + len(part)] = part
+            self._agree(timeout_s)
+            for rank in range(self._size):
+                page = self._page(rank)
+                (length,) = form.unpack_from(page, turn)
+                longest = max(longest, length)
+                found[rank] += page[turn + form.size : turn + form.size + min(room, max(0, length - done))]
+            done += room
+        return found
+
+    def _agree(self, timeout_s: float) -> None:
+        """Return once all ranks have put down what they bring to this agreement."""
         flags = self._flags(self._give(_SUMMED), timeout_s)
         if set(flags) != {_SUMMED}:
             elsewhere = next(rank for rank, flag in enumerate(flags) if flag != _SUMMED)
             raise RuntimeError(f"{self._named(elsewhere)} is in an exchange, this rank in an agreement")
-        of_ranks = [form.unpack_from(self._page(rank), turn) for rank in range(self._size)]
-        return [sum(column) for column in zip(*of_ranks, strict=True)]
 
     def _page(self, rank: int) -> mmap.mmap:
         return self._others.get(rank) or self._own
