@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from shardrun.bench.ranks import COMMAND, run_job
-from shardrun.comm.cost_model import AGREEMENT, Links, fit_links, gather_by, reduce_by, travels
+from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, Links, fit_links, gather_by, reduce_by, travels
 from shardrun.errors import UsageError
 from shardrun.run.worker_process import Job
 
@@ -69,7 +69,7 @@ def rows_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[Row]:
 def _lap_s(name: str, spans: Sequence[tuple[float, float]]) -> float:
     """From the first rank that began to the last that was done; of an agreement, from the last that came to it."""
     begins, ends = zip(*spans, strict=True)
-    began = max(begins) if name == AGREEMENT else min(begins)
+    began = max(begins) if name in (AGREEMENT, AGREEMENT_SENT) else min(begins)
     return float(max(ends) - began)
 
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardrun.comm.agreement import ROUND_BYTES
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.config import CommunicatorConfig
-from shardrun.comm.cost_model import AGREEMENT, ALL_REDUCE, COPY, SHARED, gather_by, reduce_by
+from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, ALL_REDUCE, COPY, SHARED, gather_by, reduce_by
 from shardrun.comm.slices import ExchangeSeam, NativeSeam, SliceSeam
 from shardrun.run.tether import Tether
 from shardrun.shard.layout import align
@@ -60,7 +61,11 @@ def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict
     """
     cases = list(_cases(comm, sizes))
     laps: list[list[list[Lap]]] = [[] for _ in cases]
-    agreements = []
+    sums = torch.zeros(ROUND_BYTES // 8, dtype=torch.int64)
+    agreed: dict[str, Run] = {AGREEMENT: comm.vote}
+    if comm.transport == SHARED:
+        agreed[AGREEMENT_SENT] = partial(dist.all_reduce, sums)
+    agreements: dict[str, list[list[Lap]]] = {name: [] for name in agreed}
     for number in range(1 + repeats):
         for case, found in zip(cases, laps, strict=True):
             comm.vote()  # all begin together
@@ -69,16 +74,17 @@ def measure(comm: Communicator, sizes: Sequence[int], repeats: int) -> list[dict
                 case.run()
             comm.settle()
             found.append([(begin, time.perf_counter())])
-        agreements.append(_agreements(comm))
-    cases.append(Case(AGREEMENT, 0, 1, comm.vote))
-    laps.append(agreements)
+        for name, agree in agreed.items():
+            agreements[name].append(_agreements(agree))
+    cases += [Case(name, 0, 1, agree) for name, agree in agreed.items()]
+    laps += agreements.values()
     return [
         {"name": case.name, "bytes": case.nbytes, "times": case.times, "rounds": found[1:]}
         for case, found in zip(cases, laps, strict=True)
     ]
 
 
-def _agreements(comm: Communicator) -> list[Lap]:
+def _agreements(agree: Run) -> list[Lap]:
     """Agreements as they come in a step: after other work, when ranks and their threads have to be woken for them."""
     held = torch.zeros(_WORK // 4)
     copy = torch.empty_like(held)
@@ -86,7 +92,7 @@ def _agreements(comm: Communicator) -> list[Lap]:
     for _ in range(_MOST):
         copy.copy_(held)
         begin = time.perf_counter()
-        comm.vote()
+        agree()
         laps.append((begin, time.perf_counter()))
     return laps
 

@@ -21,6 +21,8 @@ from typing import Any
 from shardrun.errors import UsageError
 
 COPY, AGREEMENT, ALL_REDUCE = "copy", "agreement", "all_reduce"
+AGREEMENT_SENT = "agreement over sockets"
+"""Beside `AGREEMENT` where ranks agree in shared memory: how they would without."""
 SHARED = "shared memory"
 """The way of ranks of one host that read each other's buckets in place; the others have the names of their seams."""
 _FORMAT, _VERSION = "shardrun links", 1

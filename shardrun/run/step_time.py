@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardrun.comm.cost_model import AGREEMENT, COPY, SHARED, Links, gather_by, reduce_by
+from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, COPY, SHARED, Links, gather_by, reduce_by
 from shardrun.errors import UsageError
 from shardrun.optim.table import Elementwise
 from shardrun.run.compute_time import Compute, micro_batches
@@ -116,7 +116,9 @@ def _terms_of(planned: Planned, links: Links, way: str, parts: Sequence[tuple[Pl
         gathered = [held.gather_sent + held.gather_read for _, held in talking]
         yield travelling(gather_by(way), gathered, [group.buckets for group, _ in talking])
     if ranks > 1:
-        seconds = links.seconds(AGREEMENT, 0, ranks, calls=planned.rounds) + links.seconds(gather_by(way), 0, ranks)
+        sent = planned.transport != SHARED and AGREEMENT_SENT in links.lines
+        agreement = AGREEMENT_SENT if sent else AGREEMENT
+        seconds = links.seconds(agreement, 0, ranks, calls=planned.rounds) + links.seconds(gather_by(way), 0, ranks)
         yield Term("agreements", seconds, f"{planned.rounds} rounds over all ranks, and the losses for the log")
 
 

@@ -13,7 +13,7 @@ from shardrun.bench import collectives
 from shardrun.bench.collectives import Asked, Row, faster, measure_links, misses, rows_of, to_json
 from shardrun.cli.app import app
 from shardrun.cli.collectives_view import collectives_view
-from shardrun.comm.cost_model import AGREEMENT, COPY, fit_links, gather_by, read_links, reduce_by
+from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, COPY, fit_links, gather_by, read_links, reduce_by
 from shardrun.errors import UsageError
 
 MIB = 1 << 20
@@ -30,10 +30,11 @@ def test_a_round_takes_from_the_first_that_begins_to_the_last_that_is_done() -> 
     assert (row.seconds, row.gb_per_s) == (0.5, MIB / 0.5 / 1e9)
 
 
-def test_an_agreement_takes_from_the_last_that_comes_to_it() -> None:
-    first = case([(0.0, 5.0), (6.0, 8.0), (9.0, 9.5)], name=AGREEMENT)
-    second = case([(4.0, 4.5), (6.5, 7.0), (9.0, 20.0)], name=AGREEMENT)
-    assert rows_of([[first], [second]]) == [Row(AGREEMENT, 2, MIB, 1.5, 1.5, 1.5)]  # of 1, 1.5 and 11
+@pytest.mark.parametrize("name", [AGREEMENT, AGREEMENT_SENT])
+def test_an_agreement_takes_from_the_last_that_comes_to_it(name: str) -> None:
+    first = case([(0.0, 5.0), (6.0, 8.0), (9.0, 9.5)], name=name)
+    second = case([(4.0, 4.5), (6.5, 7.0), (9.0, 20.0)], name=name)
+    assert rows_of([[first], [second]]) == [Row(name, 2, MIB, 1.5, 1.5, 1.5)]  # of 1, 1.5 and 11
 
 
 def measured(**ways: float) -> list[Row]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardrun.cli.app import app
-from shardrun.comm.cost_model import AGREEMENT, COPY, Line, Links, gather_by, reduce_by, save_links
+from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, COPY, Line, Links, gather_by, reduce_by, save_links
 from shardrun.config.load import from_mapping, load
 from shardrun.errors import UsageError
 from shardrun.run.compute_time import Compute, compute_of_bench
@@ -144,9 +144,16 @@ def test_of_devices_each_rank_has_its_own() -> None:
 
 
 def test_ranks_of_a_host_read_in_place_unless_they_are_told_not_to() -> None:
-    both = Links("gloo", 2, 1, {**links().lines, **links(way="shared memory").lines})
-    assert predict(plan(load(QUICK)), both, None).way == "shared memory"
-    assert predict(plan(load(QUICK, ["topology.shared_memory=false"])), both, None).way == "exchange"
+    over_sockets = {AGREEMENT_SENT: {2: Line(5e-3, 0.0)}}
+    both = Links("gloo", 2, 1, {**links().lines, **links(way="shared memory").lines, **over_sockets})
+    in_place = predict(plan(load(QUICK)), both, None)
+    sent = predict(plan(load(QUICK, ["topology.shared_memory=false"])), both, None)
+    assert (in_place.way, sent.way) == ("shared memory", "exchange")
+    assert seconds(in_place)["agreements"] == pytest.approx(5 * 1e-3 + 2e-2)
+    assert seconds(sent)["agreements"] == pytest.approx(5 * 5e-3 + 2e-2)
+    told, other = ({term.name: term.of for term in one.terms}["reduce"] for one in (in_place, sent))
+    assert "read by each rank of the others, by shared memory" in told
+    assert "sent by each rank, by exchange" in other
 
 
 def test_gradients_that_are_reduced_with_each_micro_batch_travel_as_often() -> None:
