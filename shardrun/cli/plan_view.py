@@ -27,7 +27,7 @@ def plan_view(planned: Mapping[str, Any]) -> Iterator[RenderableType]:
     if "step_time" in planned:
         yield from _step_time(planned["step_time"])
     yield _files(planned)
-    yield "\n".join(_whole(planned["ranks"]))
+    yield "\n".join(_whole(planned))
     for note in planned["notes"]:
         yield f"note: {note}"
 
@@ -106,15 +106,18 @@ def _files(planned: Mapping[str, Any]) -> RenderableType:
     return plain_table(["a checkpoint", ">files", ">smallest", ">largest", ">all"], rows)
 
 
-def _whole(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _whole(planned: Mapping[str, Any]) -> Iterator[str]:
     """What every rank has whole, however many there are."""
+    ranks, kept = planned["ranks"], {group["name"] for group in planned["groups"] if group["gradients"] == "kept"}
     most = {key: max(rank[key] for rank in ranks) for key in ("weights", "frozen", "buffers")}
-    pending = max(sum(held["pending"] for held in rank["groups"].values()) for rank in ranks)
+    pending = max(sum(held["pending"] for name, held in rank["groups"].items() if name in kept) for rank in ranks)
     frozen = f" ({size(most['frozen'])} of them frozen)" if most["frozen"] else ""
     buffers = f", buffers {size(most['buffers'])}" if most["buffers"] else ""
     weights = f"weights {size(most['weights'])}{frozen}"
-    yield f"whole on each rank, not sharded: {weights}, gradients {size(pending)}{buffers}"
-    yield "not in it: activations, scratch of kernels, what the recipe itself sends, and the checkpoint's manifest"
+    gradients = f", gradients {size(pending)}" if kept else ""
+    yield f"whole on each rank, not sharded: {weights}{gradients}{buffers}"
+    left_out = "activations, gradients as backward makes them, scratch of kernels, what the recipe itself sends"
+    yield f"not in it: {left_out}, and the checkpoint's manifest"
 
 
 def _alike(ranks: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[list[int], Mapping[str, Any]]]:

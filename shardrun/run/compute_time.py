@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardrun.comm.cost_model import COPY, Links
 from shardrun.config.schema import Config
-from shardrun.data.order import rank_share
 from shardrun.errors import UsageError
+from shardrun.run.groups import micro_batches
 from shardrun.run.plan import plan
 from shardrun.run.traffic import committed_traffic
 
@@ -21,11 +21,6 @@ class Compute:
     seconds: float
     source: str
     """Where that is known from, in words."""
-
-
-def micro_batches(window: int, size: int, ranks: int) -> int:
-    """The most that a rank computes of a window of so many samples, in micro-batches of `size`."""
-    return max(len(rank_share(-(-window // size), rank, ranks)) for rank in range(ranks))
 
 
 def compute_of_bench(path: Path, config: Config, links: Links) -> Compute:

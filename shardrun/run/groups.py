@@ -177,10 +177,19 @@ def rounds_per_step(config: Config) -> int:
 
 def reductions_per_step(config: Config) -> int:
     """How often the gradients of one window are reduced: once, or for each micro-batch of the rank that has most."""
-    train, ranks = config.train, config.topology.world_size
-    if train.accumulate != "sharded" or ranks == 1:
-        return 1
-    return -(-train.global_batch_size // (train.micro_batch_size * ranks))
+    sharded = config.train.accumulate == "sharded" and config.topology.world_size > 1
+    return micro_batches_of(config) if sharded else 1
+
+
+def micro_batches_of(config: Config) -> int:
+    """Micro-batches of a window on the rank that has most of them."""
+    train = config.train
+    return micro_batches(train.global_batch_size, train.micro_batch_size, config.topology.world_size)
+
+
+def micro_batches(window: int, size: int, ranks: int) -> int:
+    """The same of a window of so many samples, in micro-batches of `size`."""
+    return -(-window // (size * ranks))
 
 
 def step_groups(

@@ -26,7 +26,13 @@ from shardrun.records.header import TensorBytes, planned_bytes
 from shardrun.records.header_parser import DTYPE_NAMES
 from shardrun.records.tensors import form_bytes
 from shardrun.run.build import backend_of
-from shardrun.run.groups import record_name, reductions_per_step, refuse_shared_paths, rounds_per_step
+from shardrun.run.groups import (
+    micro_batches_of,
+    record_name,
+    reductions_per_step,
+    refuse_shared_paths,
+    rounds_per_step,
+)
 from shardrun.run.model_files import join_parts
 from shardrun.run.optimizer import draft_optimizer
 from shardrun.run.places import Place, build_places, described
@@ -233,7 +239,7 @@ def plan(config: Config) -> Planned:
         for name in sorted({name for group in groups for name in group.footprint.unknown})
     ]
     files = [*_model_files(config, found), *_records(config, groups), *_states(config, found)]
-    notes += _manifest_notes(groups)
+    notes += [*_waiting_notes(config, groups), *_manifest_notes(groups)]
     return Planned(config, found, groups, files, rounds_per_step(config), transport(config), notes)
 
 
@@ -307,6 +313,18 @@ def _records(config: Config, groups: Sequence[PlannedGroup]) -> Iterator[Planned
         for number, rank in enumerate(group.ranks):
             path = record_file(group.record, number, len(group.ranks), group.strategy)
             yield PlannedFile(path, "record", rank, group.record_bytes(number, step, run))
+
+
+def _waiting_notes(config: Config, groups: Sequence[PlannedGroup]) -> Iterator[str]:
+    """Gradients that add up over micro-batches are whole until the last of them, whatever they go through then."""
+    most, reductions = micro_batches_of(config), reductions_per_step(config)
+    for group in groups:
+        if group.streams and most > reductions:
+            sharded = "" if len(group.ranks) == 1 else "; with train.accumulate: sharded none of it"
+            yield (
+                f"gradients of {group.name} wait whole, {4 * group.elements:,} bytes more, from one of {most} "
+                f"micro-batches to the next{sharded}"
+            )
 
 
 def _manifest_notes(groups: Sequence[PlannedGroup]) -> Iterator[str]:

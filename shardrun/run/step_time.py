@@ -14,7 +14,8 @@ from typing import Any
 from shardrun.comm.cost_model import AGREEMENT, AGREEMENT_SENT, COPY, SHARED, Links, gather_by, reduce_by
 from shardrun.errors import UsageError
 from shardrun.optim.table import Elementwise
-from shardrun.run.compute_time import Compute, micro_batches
+from shardrun.run.compute_time import Compute
+from shardrun.run.groups import micro_batches_of
 from shardrun.run.plan import Planned, PlannedGroup
 from shardrun.run.traffic import memory_traffic
 
@@ -84,8 +85,7 @@ def _way(planned: Planned, links: Links) -> str:
 
 
 def _compute(planned: Planned, links: Links, compute: Compute) -> Term:
-    train, ranks = planned.config.train, planned.world_size
-    count = micro_batches(train.global_batch_size, train.micro_batch_size, ranks)
+    ranks, count = planned.world_size, micro_batches_of(planned.config)
     crowd = links.crowd(ranks)
     shared = f" x {crowd:g} ({ranks} ranks on {links.cores} cores)" if crowd > 1 else ""
     words = f"{count} micro-batch{'es' * (count != 1)} x {1000 * compute.seconds:,.4g} ms{shared}, {compute.source}"

@@ -88,8 +88,19 @@ def test_experts_are_planned_at_every_place() -> None:
     assert all({*held} == {"dense", "experts"} for _, _, held in planned.ranks())
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_told() -> None:
+    def notes(*words: str) -> list[str]:
+        return plan(load(CONFIGS / "quickstart.yaml", words)).notes
+
+    told = "gradients of default wait whole, 1,871,232 bytes more, from one of 2 micro-batches to the next"
+    assert notes() == [f"{told}; with train.accumulate: sharded none of it"]
+    assert notes("topology.world_size=1") == [told.replace("of 2", "of 4")]
+    for words in (["train.accumulate=sharded"], ["train.stream_gradients=false"], ["train.global_batch_size=16"]):
+        assert notes(*words) == []
+
+
 def test_a_manifest_that_would_be_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load(CONFIGS / "quickstart.yaml")
+    config = load(CONFIGS / "quickstart.yaml", ["train.global_batch_size=16"])
     assert plan(config).notes == []
     monkeypatch.setattr("shardrun.run.plan.MAX_BYTES", 1000)
     (note,) = plan(config).notes
@@ -177,6 +188,8 @@ def test_the_command_says_how_slices_travel() -> None:
     in_place, sockets, hosts = shown.values()
     assert "read of other ranks in a step by rank" in in_place
     assert "by shared memory; and" in in_place
+    assert "gradients as backward makes them" in in_place
+    assert ", gradients 1.9 MB" not in in_place
     assert "sent in a step by rank" in sockets
     assert "by sockets (switched off); and" in sockets
     assert "by sockets (hosts may be several; groups on one of them read in place); and" in hosts
