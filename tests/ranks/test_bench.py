@@ -46,7 +46,8 @@ def measured(folder: Path, name: str, world_size: int = 2, cheats: str = "", **o
     }  # fmt: skip
     config = document(folder, world_size, sections, str(RECIPES / "bench_net.py"), cheats=cheats)
     job = {"config": config, "run_dir": str(folder), "options": {"contender": name, "windows": WINDOWS, **options}}
-    return Measured(run_ranks(world_size, _rank, job, timeout_s=60, open_comm=False, debug="OFF"), warmup=1)
+    timeout_s = 300 if name == "deepspeed" else 60  # on its first use on a machine it compiles an extension
+    return Measured(run_ranks(world_size, _rank, job, timeout_s=timeout_s, open_comm=False, debug="OFF"), warmup=1)
 
 
 def reference(folder: Path, **more: Any) -> tuple[Measured, str]:
