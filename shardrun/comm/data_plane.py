@@ -177,7 +177,7 @@ class DataPlane(Agreement):
                 "another session is sent by `with other.window(...): pass` after it"
             )
         exchanges = Exchanges(self)
-        self._state.exchanging = self.world_size > 1
+        before, self._state.exchanging = self._state.exchanging, self._state.exchanging or self.world_size > 1
         try:
             yield exchanges
             exchanges.finish()
@@ -189,7 +189,7 @@ class DataPlane(Agreement):
                 )
             raise
         finally:
-            self._state.exchanging = False
+            self._state.exchanging = before
 
     def begin_reduce(self, bucket: Tensor, out: Tensor, splits: Sequence[int] | None, contributes: bool) -> Finish:
         """Of `Exchanges`."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardrun.config.elementwise import Matched
+from shardrun.config.groups import replica_sets
 from shardrun.config.matrices import Factory, FactoryOptionGroup, Muon
 from shardrun.config.optimizers import Optimizer
 from shardrun.config.rest import RestAdamW
@@ -87,14 +88,17 @@ def streams_gradients(config: Config, asked: Optimizer) -> bool:
     Not where the config asks to keep them, nor where sessions or the model itself have exchanges of their own, whose
     order in a backward nobody knows. ConfigError where they would have to be.
     """
-    parts = list(config.parts.values())
-    alone = len(parts) == 1 and parts[0].reduce == "mean" and not config.topology.exchanging
+    parts, topology = list(config.parts.values()), config.topology
+    sets = [replica_sets(part.replicas, topology.axes, topology.world_size) for part in parts]
+    alone = sum(map(len, sets)) == 1 and parts[0].reduce == "mean" and not topology.exchanging
     streams = alone and asked.strategy == "zero2" and config.train.stream_gradients
     if config.train.accumulate == "sharded" and not streams:
-        found = f"strategy {asked.strategy}" if alone else f"{len(parts)} groups, axes {config.topology.axes or 'none'}"
+        found = f"strategy {asked.strategy}"
+        if not alone:
+            found = f"{len(parts)} groups in {sum(map(len, sets))} replica sets, axes {topology.axes or 'none'}"
         raise ConfigError(
-            f"train.accumulate: sharded is for one group under zero2 that is reduced by its mean, without axes; found "
-            f"{found}; use local"
+            f"train.accumulate: sharded is for one group of all ranks under zero2 that is reduced by its mean, without "
+            f"axes; found {found}; use local"
         )
     return streams
 

@@ -41,14 +41,14 @@ class Send(Protocol):
     def __call__(self, number: int) -> None: ...
 
 
-def sequence(layout: FlatLayout, order: Sequence[str]) -> list[int]:
-    """Numbers of the buckets in the order in which they are sent; `order`: paths as the root's model defines them.
+def sequence(layout: FlatLayout, defined: Sequence[str]) -> list[int]:
+    """Numbers of the buckets in the order in which they are sent; `defined`: paths as the root's model defines them.
 
     Backward goes through a model from its end: a bucket is finished by the parameter in it that is defined first.
     """
-    defined = {path: number for number, path in enumerate(order)}
+    places = {path: place for place, path in enumerate(defined)}
     first = [
-        min(defined[one.path] for one in space.parameters if bucket.start <= one.offset < bucket.stop)
+        min(places[one.path] for one in space.parameters if bucket.start <= one.offset < bucket.stop)
         for space in layout.spaces
         for bucket in space.buckets
     ]
@@ -69,7 +69,7 @@ def take_turns(sizes: Collection[int], world_size: int) -> bool:
 
 
 class StreamedGradients(FlatGradients):
-    """As FlatGradients, but nothing is kept: see [Note: streaming]. `order` has the paths as the root defines them.
+    """As FlatGradients, but nothing is kept: see [Note: streaming]. `defined`: paths as the root's model defines them.
 
     `.grad` is left as torch makes it outside of `receiving`, float32 for 16-bit parameters too, and is None afterwards.
     """
@@ -83,16 +83,17 @@ class StreamedGradients(FlatGradients):
         rank: int,
         world_size: int,
         *,
-        order: Sequence[str],
+        defined: Sequence[str],
         zeros: Zeros,
     ) -> None:
-        self.sequence = sequence(layout, order)
+        self.sequence = sequence(layout, defined)
         self._places = {number: place for place, number in enumerate(self.sequence)}
         self._world_size = world_size
         self._alone = world_size == 1
         self._take_turns = False
         super().__init__(layout, parameters, rank, world_size, zeros=zeros)
         self._numbers = {held.path: k for k, held in enumerate(self.held)}
+        self._bucket_of = {held.path: n for n, bucket in enumerate(self.buckets) for held, _ in bucket.members}
         self._gaps = [bucket.gaps() for bucket in self.buckets]
         self._sums = torch.zeros(len(self.held), device=self.memory[0].device if self.memory else None)
         """The sum of each gradient of the last round: finite only if all of its elements are."""
@@ -124,8 +125,7 @@ class StreamedGradients(FlatGradients):
         if not held.parameter.requires_grad:
             return  # frozen after the contract was made: the next step refuses that
         accumulate_in_fp32(held.parameter)
-        number = next(n for n, b in enumerate(self.buckets) if any(one is held for one, _ in b.members))
-        hook_up(held.parameter, lambda _: self._arrived(held, number))
+        hook_up(held.parameter, lambda _: self._arrived(held))
 
     # ---- a round -----------------------------------------------------------------------------------------------
 
@@ -135,6 +135,8 @@ class StreamedGradients(FlatGradients):
 
         `counts`: whether what is sent from this rank counts as a gradient that is present.
         """
+        if self._send is not None:
+            raise UsageError("this session is in a window(...) already; end it before the next one begins")
         if self.rounds == 0:
             self._present = [False] * len(self.held)
             self._finite.fill_(True)
@@ -155,8 +157,8 @@ class StreamedGradients(FlatGradients):
                     self._present[self._numbers[path]] = True
 
     @torch.no_grad()
-    def _arrived(self, held: Held, number: int) -> None:
-        grad = held.parameter.grad
+    def _arrived(self, held: Held) -> None:
+        grad, number = held.parameter.grad, self._bucket_of[held.path]
         if self._send is None or grad is None or form_problem(held, grad):
             return  # the step tells of it
         if held.path in self._here[number]:
@@ -183,12 +185,19 @@ class StreamedGradients(FlatGradients):
         grad = held.parameter.grad
         assert grad is not None
         k = self._numbers[held.path]
-        if not (self._alone and self.rounds and self._present[k]):
+        if self._holds_sum(k):
+            if self._counts:
+                held.grad.add_(grad)
+        elif self._alone and not self._counts:
+            held.grad.zero_()  # of other ranks the exchange counts them as zeros
+        else:
             held.grad.copy_(grad)
-        elif self._counts:
-            held.grad.add_(grad)  # what was reduced before, by nobody else, stands here
         torch.sum(held.grad.view(-1), 0, out=self._sums[k])
         held.parameter.grad = None
+
+    def _holds_sum(self, k: int) -> bool:
+        """Whether the sum of earlier windows stands in the memory of a gradient, as nobody else reduces it."""
+        return self._alone and self.rounds > 0 and self._present[k]
 
     def _send_next(self) -> None:
         """Send the bucket whose turn it is; the slot that is free by that goes to a later one."""
@@ -198,7 +207,7 @@ class StreamedGradients(FlatGradients):
         self._fetch(number, everything=True)
         for held, _ in bucket.members:
             k = self._numbers[held.path]
-            if held.path not in self._here[number] and not (self._alone and self.rounds and self._present[k]):
+            if held.path not in self._here[number] and not self._holds_sum(k):
                 held.grad.zero_()
                 self._sums[k] = 0.0
         for gap in self._gaps[number]:
@@ -227,7 +236,9 @@ class StreamedGradients(FlatGradients):
         assert grads is None
         problems = self._of_frozen()
         pending = any(held.parameter.grad is not None for held in self.held)
-        if self._alone and self._is_spent and not pending:
+        if self._send is not None:
+            problems.append("a window(...) of this session has not ended; step after its block")
+        elif self._alone and self._is_spent and not pending:
             problems.append(
                 "the gradients of the step that was refused are gone, as this session streams them, and there are no "
                 "new ones; run a backward again, or call discard_gradients"

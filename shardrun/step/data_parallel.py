@@ -144,7 +144,7 @@ class WholeGradients:
         self._reduced: list[Tensor] = []
         self._whole: dict[str, Tensor] = {}
 
-    def collect(self) -> Pending:
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
         """This rank's gradients of the window, in FP32 in the flat buffers."""
         return self.flat.collect()
 
@@ -212,10 +212,10 @@ class _Reduction(WholeGradients):
         self._session = session
         self.handed: dict[str, Tensor] = {}
 
-    def collect(self) -> Pending:
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
         self.handed = {}
-        pending = super().collect()
+        pending = super().collect(request, contributes)
         return Pending(pending.present, (*pending.problems, *self._session.replaced()))
 
     def commit(self, window: Window, rates: Sequence[float]) -> None:

@@ -67,7 +67,9 @@ class Strategy(Protocol):
     def identity(self) -> str:
         """Number and layout of the session: equal on all ranks that step the same one in the same buckets."""
 
-    def collect(self) -> Pending: ...
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
+        """What this rank has for the window; `contributes` as in Part."""
+
     def reduce(self, window: Window, pending: Pending) -> None: ...
     def normalise(self, divisor: int | None) -> None: ...
     def gradients(self) -> Sequence[Tensor]:
@@ -126,7 +128,7 @@ def run_step(
     with transaction(comm, call.partition(" of ")[0], parts[0].strategy.step_count + 1, partial(_drop_lost, parts)):
         comm.enter("collect")
         for part in parts:
-            pending = part.strategy.collect()
+            pending = part.strategy.collect(part.request, part.contributes)
             part.pending = replace(pending, problems=(*part.misuse, *pending.problems))
 
         comm.enter("agree")

@@ -189,7 +189,7 @@ class _Replica(WholeGradients):
         if options.get("amsgrad") and any("max_exp_avg_sq" not in held for held in self.optimizer.state.values()):
             yield "amsgrad is switched on after steps without it, which kept no maximum; make a new store"
 
-    def collect(self) -> Pending:
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
         """Which gradients there are; they are copied to where they travel from, and stay as they are."""
         pending = self.flat.collect(self._given)
         return Pending(pending.present, (*pending.problems, *replaced(self._places)))

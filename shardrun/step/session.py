@@ -34,8 +34,9 @@ class Session:
         self._compare(buffers)
         self.number = comm.number_session()
         self._places = places(model, selection.parameters)
-        self.order = self._root_order(order)
-        """First paths of the distinct trainable parameters, in the order of the flat buffers."""
+        self.order, self.defined = self._root_orders(order)
+        """First paths of the distinct trainable parameters, in the order of the flat buffers, and as the root's model
+        defines them."""
         self._broadcast({spec.path: self.parameters[spec.path].data for spec in self.contract.distinct()} | buffers)
         for path in self.order:  # whoever reduces them, and whenever the buffers for it are made
             accumulate_in_fp32(self.parameters[path])
@@ -64,12 +65,12 @@ class Session:
         if "buffers" in found.differing:
             raise by_all(ContractError(_first_buffer(self.comm.agree("buffers", forms), self.comm.named)))
 
-    def _root_order(self, wanted: Sequence[str] | None) -> list[str]:
-        """First paths of the distinct trainable parameters, in the root's order; nobody else's counts."""
-        order = trainable_order(self.parameters, self.contract)
-        if wanted is not None and sorted(wanted) == sorted(order):
-            order = list(wanted)
-        return list(self.comm.agree("definition order", order if self.comm.rank == 0 else None)[0])
+    def _root_orders(self, wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """The root's order, the one `wanted` if that is of the same paths, and its definitions; nobody else's count."""
+        defined = trainable_order(self.parameters, self.contract)
+        order = list(wanted) if wanted is not None and sorted(wanted) == sorted(defined) else defined
+        answers = self.comm.agree("definition order", (order, defined) if self.comm.rank == 0 else None)
+        return list(answers[0][0]), list(answers[0][1])
 
     def _broadcast(self, tensors: dict[str, Tensor]) -> None:
         if self.comm.world_size == 1:

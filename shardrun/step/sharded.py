@@ -49,7 +49,10 @@ class ShardedOptimizer(ABC):
         self.name = name
         self.masters = masters
         self.layout = layout
-        self.streams = streams
+        # A group of one inside a larger world proposes too: what fails here must fail before the others have voted.
+        proposes = (self.comm.parent or self.comm).world_size > 1
+        # Such a group stages on its gradients, which therefore cannot be the reduced ones as well: it keeps them.
+        self.streams = streams = streams and (self.comm.world_size > 1 or not proposes)
         self.identity = f"session {session.number}, layout {layout.digest[:16]}{', streamed' if streams else ''}"
         self.step_count = 0
         self.torn = False
@@ -58,12 +61,10 @@ class ShardedOptimizer(ABC):
         zeros = self.comm.flat_zeros
         gradients: FlatGradients
         if streams:
-            gradients = StreamedGradients(layout, session.parameters, *place, order=session.order, zeros=zeros)
+            gradients = StreamedGradients(layout, session.parameters, *place, defined=session.defined, zeros=zeros)
         else:
             gradients = FlatGradients(layout, session.parameters, *place, zeros=zeros)
         self.flat = FlatBuffers(layout, session.parameters, gradients, *place)
-        # A group of one inside a larger world proposes too: what fails here must fail before the others have voted.
-        proposes = (self.comm.parent or self.comm).world_size > 1
         self.slices = [make_slice(bucket, masters, proposes, streams) for bucket in self.flat.buckets]
         self._masters = Masters(self.slices)
 
@@ -150,7 +151,7 @@ class ShardedOptimizer(ABC):
         return self.result(part.window, norm)
 
     @abstractmethod
-    def collect(self) -> Pending: ...
+    def collect(self, request: Request, contributes: bool | None) -> Pending: ...
     @abstractmethod
     def reduce(self, window: Window, pending: Pending) -> None: ...
     @abstractmethod

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.data_plane import Exchanges
-from shardrun.errors import CommunicatorError, StepRefused, UsageError, by_all
+from shardrun.errors import CommunicatorError, StepRefused, by_all
 from shardrun.shard.streamed_gradients import StreamedGradients
-from shardrun.step.agreement import MEAN, integer_weight, weight_problems
+from shardrun.step.agreement import MEAN, Request, integer_weight, weight_problems
 from shardrun.step.slices import Slice
 from shardrun.step.transaction import failed
 
@@ -94,25 +94,20 @@ class Streaming:
                 f"{self.comm.named(self.comm.rank)} failed in phase {self.comm.phase} of step {step}: {told}"
             )
 
-    def problems(self, mode: str, stepped_weight: object) -> list[str]:
-        """Why a step with this rank's `stepped_weight`, in a sum 1 if it is active, cannot take what was sent."""
-        unknown = weight_problems(stepped_weight, self.comm.world_size)
+    def problems(self, request: Request, contributes: bool | None) -> list[str]:
+        """Why a step that this rank asks for so cannot take what was sent; `contributes` as in Part."""
+        unknown = weight_problems(request.weight, self.comm.world_size)
         if unknown or self.comm.world_size == 1 or not self.gradients.rounds:
             return []
-        given = integer_weight(stepped_weight)
-        if mode == MEAN:
-            fits = given == self._weight
-            return [] if fits else [f"local_weight is {given}, and {self._weight} in the windows before"]
-        fits = (given > 0) == (self._weight > 0)
-        return [] if fits else [f"local_active is {given > 0}, but its windows had a weight of {self._weight}"]
-
-    def require_counted(self, contributes: bool) -> None:
-        """UsageError if the windows took this rank's gradients for others than the step does; local."""
-        if self.comm.world_size > 1 and contributes != (self._weight > 0):
-            raise UsageError(
-                f"local_contributes makes this rank {'one' if contributes else 'none'} that contributes, but the "
-                f"weight of its windows was {self._weight}; a session that streams its gradients goes by that"
-            )
+        given, sent = integer_weight(request.weight), self._weight
+        found = []
+        if request.mode == MEAN and given != sent:
+            found.append(f"local_weight is {given}, and {sent} in the windows before")
+        counts = given > 0 if contributes is None else contributes
+        if counts != (sent > 0) and not found:
+            asked = f"local_active is {given > 0}" if contributes is None else f"local_contributes is {contributes}"
+            found.append(f"{asked}, but its windows had a weight of {sent}, and whether they count goes by that")
+        return found
 
 
 @torch.no_grad()

@@ -158,7 +158,7 @@ class SelectedZero1(ShardedOptimizer):
 
     # ---- the phases, in the order of joint_step.run_step ---------------------------------------------------------
 
-    def collect(self) -> Pending:
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
         pending = self._problems(self.flat.collect())
         unfit = self._all_fp32 and any(s.leaf.dtype != torch.float32 for s in self.slices)

@@ -69,7 +69,6 @@ class SelectedZero2(ShardedOptimizer):
         asked = f"{share.kind.name} {options_text(options, share.option_groups)} {masters} {bucket_bytes}"
         layout = agree_layout(session, name, f"{asked} {stream_gradients}", draft)
         super().__init__(session, name, masters, layout, streams=stream_gradients)
-        self._asked: tuple[str, object] = (MEAN, None)
         gradients, self._streaming = self.flat.gradients, None
         self._order: Sequence[int] = range(len(self.slices))
         if isinstance(gradients, StreamedGradients):
@@ -114,13 +113,6 @@ class SelectedZero2(ShardedOptimizer):
         """
         return self._step(SUM, as_flag(local_active), lr, missing, max_grad_norm)
 
-    def request(
-        self, mode: str, weight: object, lr: float | None, missing: object, max_grad_norm: float | None
-    ) -> Request:
-        """What is asked of this session in one step."""
-        self._asked = (mode, weight)
-        return super().request(mode, weight, lr, missing, max_grad_norm)
-
     @contextmanager
     def window(self, *, local_weight: int | Tensor, last: bool = True) -> Iterator[None]:
         """Run the last backward before a step in this block; collective if the session streams its gradients.
@@ -141,10 +133,10 @@ class SelectedZero2(ShardedOptimizer):
 
     # ---- the phases, in the order of joint_step.run_step ---------------------------------------------------------
 
-    def collect(self) -> Pending:
+    def collect(self, request: Request, contributes: bool | None) -> Pending:
         """This rank's gradients of the window, accumulated in FP32 in the flat buffers."""
         pending = self._problems(self.flat.collect())
-        unfit = self._streaming.problems(*self._asked) if self._streaming is not None else []
+        unfit = self._streaming.problems(request, contributes) if self._streaming is not None else []
         return replace(pending, problems=(*pending.problems, *unfit))
 
     # agree: step/agreement.py, the same for every strategy
@@ -152,7 +144,6 @@ class SelectedZero2(ShardedOptimizer):
     def reduce(self, window: Window, pending: Pending) -> None:
         """Sum over ranks in FP32: this rank receives its slice of each bucket. Pending gradients are not written."""
         if self._streaming is not None:
-            self._streaming.require_counted(window.contributes)
             return  # done, in `window`
         self.flat.gradients.zero_absent(pending.present)
         with self.comm.exchanges() as exchanges:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import shardrun as sr
-from shardrun.step.agreement import Window
+from shardrun.step.agreement import MEAN, Window
 from shardrun.step.norm import clip_coefficient, from_limbs, norm_of, squares_of, to_limbs
 from shardrun.step.sharded import ShardedOptimizer
 
@@ -20,7 +20,7 @@ def reduce_and_step(
     """The mean gradient in this rank's slices, clipped, and the optimizer in place on the live ones; collective."""
     comm = session.comm
     comm.enter("collect")
-    pending = session.collect()
+    pending = session.collect(session.request(MEAN, local_weight, lr, "error", max_grad_norm), None)
     comm.enter("agree")  # only on the divisor
     (weight,) = comm.sum_integers([local_weight])
     window = Window(weight, True, dict(zip(session.paths, pending.present, strict=True)))

@@ -21,13 +21,14 @@ from shardrun.errors import ConfigError, UsageError
 from shardrun.records.record import Zero1Record
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters
-from shardrun.run.optimizer import Placement, mean_step
+from shardrun.run.optimizer import Placement, mean_step, streams_gradients
 from shardrun.run.probe import live_leaves
 from shardrun.run.report_tables import names, start_tables
 from shardrun.run.state import restore
 from shardrun.run.tamper import scramble
 from shardrun.shard.layout import Entry, plan_layout
 from shardrun.shard.owners import plan_owned_layout
+from shardrun.shard.streamed_gradients import StreamedGradients
 from tests.support.training import RECIPES, document, save_now
 
 OWN = str(RECIPES / "own_optimizer.py")
@@ -299,3 +300,28 @@ def test_a_saved_layout_is_planned_again_from_its_placement(data: st.DataObject)
     saved = Placement.of({"layout": cut.to_json(), "optimizer": {}})
     assert saved.bucket_bytes is not None
     assert plan_layout([by_path[path] for path in saved.order], saved.bucket_bytes // 4) == cut
+
+
+def test_only_a_group_of_all_ranks_streams(tmp_path: Path) -> None:
+    """Where replica sets are lists of ranks, what a rank contributes does not follow from its weight."""
+    for replicas, streams in (("world", True), ([[0, 1]], True), ([[0], [1]], False)):
+        part = {"optimizer": {"name": "adamw", "lr": 0.1}, "replicas": replicas}
+        sections = document(tmp_path, 2, {"groups": {"part": part}}, OWN)
+        del sections["optimizer"]
+        config = from_mapping(sections)
+        assert streams_gradients(config, config.parts["part"].optimizer) == streams
+
+
+def test_a_resumed_run_sends_its_buckets_in_the_order_of_one_that_is_begun(tmp_path: Path) -> None:
+    asked = section("adamw") | {"options": [{"match": ["*bias"], "weight_decay": 0.0}]}
+    begun = built(tmp_path, asked).groups[0].sharded
+    meta = begun.record_meta()
+    saved = Placement.of({"layout": meta["layout"], "optimizer": meta["optimizer"]})
+    resumed = built(tmp_path, asked, saved=saved).groups[0].sharded
+    sent = [
+        one.flat.gradients.sequence for one in (begun, resumed) if isinstance(one.flat.gradients, StreamedGradients)
+    ]
+    assert len(sent) == 2
+    assert sent[0] == sent[1]
+    assert len(sent[0]) > 1
+    assert resumed.session.order != resumed.session.defined
