@@ -40,7 +40,7 @@ class Comparison:
 
 
 class Agreement:
-    """The control plane of a communicator: CPU tensors over gloo, a handful of bytes, all ranks of the group."""
+    """The control plane of a communicator: a few bytes, on pages of the host or over gloo; all ranks of the group."""
 
     def __init__(self, group: Group, state: WorldState) -> None:
         self._group = group

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-_TURNS = 4  # a rank is at most one signal ahead of who waits for it
+_TURNS = 4  # others are at most 3 signals ahead of one who reads: an agreement in an exchange, both begun and ended
 _PART = 16 << 10
 """Bytes that a turn has for a part of a text and, in front of it, the length of the whole."""
 _TEXTS = 4096
@@ -87,7 +87,7 @@ class Board:
 
     def gather(self, text: bytes, timeout_s: float) -> list[bytes]:
         """Every rank's `text`, in rank order, part by part until the longest is read; raises as `hear`."""
-        form, found = struct.Struct("q"), [b""] * self._size
+        form, found = struct.Struct("q"), [bytearray() for _ in range(self._size)]
         room, done, longest = _PART - form.size, 0, len(text)
         while not done or done < longest:
             turn = _TEXTS + (self._count + 1) % _TURNS * _PART
@@ -101,7 +101,7 @@ class Board:
                 longest = max(longest, length)
                 found[rank] += page[turn + form.size : turn + form.size + min(room, max(0, length - done))]
             done += room
-        return found
+        return [bytes(text) for text in found]
 
     def _agree(self, timeout_s: float) -> None:
         """Return once all ranks have put down what they bring to this agreement."""

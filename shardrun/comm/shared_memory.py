@@ -15,7 +15,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
@@ -131,7 +131,8 @@ class SharedMemory:
 def _map(file: FileIO, nbytes: int, protection: int) -> mmap.mmap:
     mapped = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, protection)
     if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a hint, which a kernel without such pages refuses
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 

@@ -67,7 +67,7 @@ class Slice:
         ]
 
     def commit(self) -> None:
-        """Switch this bucket's parameters over, after the optimizer's own commit; allocates nothing."""
+        """Switch this bucket's parameters over, after the optimizer's own commit; allocates no memory for values."""
         if self.has_master:
             self.bucket.own.copy_(self.leaf)
         if self.proposed is None:
