@@ -185,7 +185,8 @@ class DataPlane(Agreement):
             if exchanges.is_half_way:
                 told = f"{type(error).__name__}: {error}"
                 self._state.poison(
-                    f"{self._group.named(self.rank)} failed in phase {self._state.phase}, in exchanges: {told}"
+                    f"{self._group.named(self.rank)} failed in phase {self._state.phase}, in exchanges: {told}",
+                    keep_alive=exchanges,
                 )
             raise
         finally:

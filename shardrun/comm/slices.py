@@ -159,16 +159,18 @@ class ExchangeSeam:
             zeros = self._scratch.take(me, max(piece.numel() for piece in slices), bucket).zero_()
             slices = [zeros[: piece.numel()] for piece in slices]
 
-        def received(rank: int) -> Tensor:
-            return slices[rank] if rank == me else self._scratch.take(rank, out.numel(), out)
-
-        works = self._begin([[piece] for piece in slices], [[received(rank)] for rank in range(size)])
+        first = 0 if me else 1  # comes in where the sum goes: of the first two it may begin with either
+        parts = [
+            slices[me] if rank == me else out if rank == first else self._scratch.take(rank, out.numel(), out)
+            for rank in range(size)
+        ]
+        works = self._begin([[piece] for piece in slices], [[part] for part in parts])
 
         def finish() -> None:
             self._wait(works)
-            out.copy_(received(0))
-            for rank in range(1, size):
-                out.add_(received(rank))
+            for rank, part in enumerate(parts):
+                if rank != first:
+                    out.add_(part)
 
         return finish
 
