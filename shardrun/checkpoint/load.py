@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardrun.checkpoint.manifest import MANIFEST, read_manifest
-from shardrun.checkpoint.read import RankFiles, read_rank_files, shared_scalars, spread_scalars
+from shardrun.checkpoint.read import Digests, RankFiles, read_rank_files, shared_scalars, spread_scalars
 from shardrun.checkpoint.store import candidates, checkpoints_folder, is_checkpoint
 from shardrun.checkpoint.together import by_root, together
 from shardrun.comm.communicator import Communicator
@@ -38,6 +38,8 @@ class Loaded:
     notes: tuple[str, ...] = ()
     model_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Path -> names in it, of the files of the model that this rank has read."""
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Path -> name -> digest, of the same files, if `load` was given a way to make them."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,24 @@ def load(
     allow_fallback: bool = False,
     required: bool = False,
     names: Collection[str] | None = None,
+    digests: Digests | None = None,
 ) -> Loaded | None:
     """The newest checkpoint of a run folder, or the one named; every rank of the world calls it. Changes nothing.
 
     `expected` says what this run is, in the manifest's structure: topology, groups, model ({name: [dtype, shape]}),
     aliases ({alias: name}), numerics, and whatever else has to be equal; a section left out is not compared, the world
-    size always is. `names`: what this rank has of the model, if not all of it. None where there is nothing to load,
-    unless `required`. CheckpointError on all ranks, with all that was found: the newest is damaged (`allow_fallback`
-    takes the next older good one, and `notes` says so), or misfits.
+    size always is. `names`: what this rank has of the model, if not all of it. `digests`: makes those of the result,
+    beside the reading of other files. None where there is nothing to load, unless `required`. CheckpointError on all
+    ranks, with all that was found: the newest is damaged (`allow_fallback` takes the next older good one, and `notes`
+    says so), or misfits.
     """
     path = run_dir_or_checkpoint
     offers = [_Offer(**offer) for offer in by_root(comm, "checkpoint scan", lambda: _scan(path, required))]
     damaged: list[str] = []
     for place, offer in enumerate(offers):
-        loaded, problems = (None, [offer.why]) if offer.why else _load_one(path, offer, comm, expected, damaged, names)
+        loaded, problems = (
+            (None, [offer.why]) if offer.why else _load_one(path, offer, comm, expected, damaged, names, digests)
+        )
         if loaded is not None:
             return loaded
         damaged.append(_sentence(f"checkpoint {offer.at(path)} is damaged", problems))
@@ -101,6 +107,7 @@ def _load_one(
     expected: Mapping[str, Any],
     damaged: list[str],
     names: Collection[str] | None,
+    digests: Digests | None,
 ) -> tuple[Loaded | None, list[str]]:
     """The checkpoint, or what is damaged about it on any rank; CheckpointError if it does not fit on any."""
     here = offer.at(path)
@@ -116,7 +123,7 @@ def _load_one(
         topology = {**expected.get("topology", {}), "world_size": comm.world_size}
         misfits = checkpoint_violations(manifest, {**expected, "topology": topology})
         if not misfits:
-            files = read_rank_files(here, manifest, comm.rank, names)
+            files = read_rank_files(here, manifest, comm.rank, names, digests)
         return {"damage": files.problems, "misfits": misfits, "scalars": shared_scalars(files.records)}
 
     votes = together(comm, "checkpoint vote", look)
@@ -128,7 +135,8 @@ def _load_one(
         raise CheckpointError(_sentence(f"checkpoint {here} does not fit this run", misfits))
     spread_scalars(files.records, [vote["scalars"] for vote in votes])
     notes = (*damaged, f"went back to {here}") if damaged else ()
-    loaded = Loaded(manifest["step"], here, manifest, files.model, files.records, files.state, notes, files.model_files)
+    held = files.model, files.records, files.state
+    loaded = Loaded(manifest["step"], here, manifest, *held, notes, files.model_files, files.digests)
     return loaded, []
 
 

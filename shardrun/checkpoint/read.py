@@ -4,7 +4,7 @@ that shrinks under a mapping would kill the process."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,9 @@ from shardrun.records.record import ShardRecord, record_key, record_of
 from shardrun.records.tensors import as_bytes, fresh_tensor, host_bytes, scalar_tensor
 from shardrun.shard.contract import Contract
 
+Digests = Callable[[Mapping[str, Tensor]], Mapping[str, str]]
+"""Of tensors by name, a digest each."""
+
 
 @dataclass
 class RankFiles:
@@ -32,22 +35,29 @@ class RankFiles:
     model: dict[str, Tensor] = field(default_factory=dict)
     model_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Path -> names in it, of the files of the model that were read whole."""
+    digests: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    """Path -> the digests of what is in it, if they were asked for."""
     records: dict[str, ShardRecord] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 def read_rank_files(
-    checkpoint: Path, manifest: Mapping[str, Any], rank: int, names: Collection[str] | None = None
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    rank: int,
+    names: Collection[str] | None = None,
+    digests: Digests | None = None,
 ) -> RankFiles:
     """The model, and `rank`'s records and state. A problem with one file keeps no other from being checked.
 
     `names`: read only those files of the model that have one of them; its other files are looked at, not read.
+    `digests` is called with what a file of the model holds, while others are still being read.
     """
     found = RankFiles()
     # Side by side: reading waits for the disk while another file is hashed.
     with ThreadPoolExecutor() as readers:
-        reading = [readers.submit(read_model, found, checkpoint, manifest, names)]
+        reading = [readers.submit(read_model, found, checkpoint, manifest, names, digests)]
         for label, entries in _files_due(manifest, rank).items():
             reading.append(readers.submit(_read_only, found, checkpoint, manifest, label, entries))
     for one in reading:
@@ -61,7 +71,13 @@ def read_rank_files(
     return found
 
 
-def read_model(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], names: Collection[str] | None) -> None:
+def read_model(
+    found: RankFiles,
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    names: Collection[str] | None,
+    digests: Digests | None = None,
+) -> None:
     """The files of the model, which have to make up what the manifest lists, each tensor once."""
     listed: dict[str, list[Any]] = {}
     for entry in (entry for entry in manifest["files"] if entry["role"] == "model"):
@@ -75,8 +91,11 @@ def read_model(found: RankFiles, checkpoint: Path, manifest: Mapping[str, Any], 
                 )
             listed |= held
             if names is None or not held.keys().isdisjoint(names):
-                found.model |= read_verified(checkpoint, entry)[1]
+                read = read_verified(checkpoint, entry)[1]
+                found.model |= read
                 found.model_files[entry["path"]] = tuple(held)
+                if digests is not None:
+                    found.digests[entry["path"]] = digests(read)
         except CheckpointError as error:
             found.problems.append(str(error))
             listed |= manifest["model"]  # said already

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from shardrun.errors import CheckpointError, by_all
 from shardrun.records.tensors import tensors_sha256
 from shardrun.run.build import Built
 from shardrun.run.model import distinct_parameters, named_tensors
-from shardrun.run.replicas import CHUNK, FORMER_CHUNK, digests_of, joint_digest
+from shardrun.run.replicas import FORMER_CHUNK, digests_of, joint_digest
 
 
 def model_parts(comm: Communicator, model: Mapping[str, Tensor], aliases: Mapping[str, str]) -> ModelParts:
@@ -99,25 +98,32 @@ def parameter_misfits(built: Built, loaded: Loaded) -> list[str]:
     ]
 
 
-def _of_chunks(chunk: int, tensors: Mapping[str, Tensor]) -> str:
-    return joint_digest(digests_of(tensors, chunk))
+def _as_read(loaded: Loaded, path: str, names: Sequence[str]) -> str:
+    digests = loaded.digests.get(path) or digests_of({name: loaded.model[name] for name in names})
+    return joint_digest({name: digests[name] for name in names})
 
 
+def _of_former_chunks(loaded: Loaded, _: str, names: Sequence[str]) -> str:
+    return joint_digest(digests_of({name: loaded.model[name] for name in names}, FORMER_CHUNK))
+
+
+def _of_all_bytes(loaded: Loaded, _: str, names: Sequence[str]) -> str:
+    return tensors_sha256({name: loaded.model[name] for name in names})
+
+
+_Way = Callable[[Loaded, str, Sequence[str]], str]
+"""Of a file of the model, by its path, and the parameters in it."""
 # Of format 2, which a reshard makes of format 1; of format 1; and of its first saves, which hashed every byte.
-_WAYS: Sequence[Callable[[Mapping[str, Tensor]], str]] = (
-    partial(_of_chunks, CHUNK),
-    partial(_of_chunks, FORMER_CHUNK),
-    tensors_sha256,
-)
+_WAYS: Sequence[_Way] = (_as_read, _of_former_chunks, _of_all_bytes)
 
 
-def _parameters_digest(built: Built, loaded: Loaded, of: Callable[[Mapping[str, Tensor]], str]) -> str | None:
+def _parameters_digest(built: Built, loaded: Loaded, of: _Way) -> str | None:
     """One digest of what was read of all files of the model; None where nobody can look at one of them."""
     parameters, mine = distinct_parameters(built.model), named_tensors(built.model).keys()
     files = sorted(entry["path"] for entry in loaded.manifest["files"] if entry["role"] == "model")
     turns = files if built.in_parts else files[built.comm.rank :: built.comm.world_size]
     digests = {
-        path: of({name: loaded.model[name] for name in parameters if name in held})
+        path: of(loaded, path, [name for name in parameters if name in held])
         for path, held in loaded.model_files.items()
         if path in turns and mine >= {*held}
     }

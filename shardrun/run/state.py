@@ -228,7 +228,7 @@ def resume(built: Built, job: Mapping[str, Any], source: Source) -> tuple[Progre
             del expected["numerics"]  # a resume elsewhere is asked for: exact state, other bits from here on
         names = named_tensors(built.model).keys() if built.in_parts else None
         how = {"allow_fallback": bool(options.get("allow_fallback")), "required": bool(options.get("resume_from"))}
-        loaded = load(source.path, built.comm, expected, names=names, **how)
+        loaded = load(source.path, built.comm, expected, names=names, digests=digests_of, **how)
     if loaded is None:
         run = built.comm.agree("run id", new_run_id())[0]
         return Progress(), Lineage(run, _attempt(built), None, options.get("fence"))
