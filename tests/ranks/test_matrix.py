@@ -74,9 +74,13 @@ def _variants(example: Example) -> dict[str, Example]:
     return {
         "again": example,
         "refused and retried": replace(example, windows=tuple(other)),
-        "other buckets": by(bucket_bytes=2048 if session.bucket_bytes is None else None, chunk_numel=512),
-        "ZeRO-1": by(engine="zero1", fp32=fp32, chunk_numel=None),
-        "data parallel and the ordinary optimizer": by(engine="reduce", fp32=fp32, bucket_bytes=None, chunk_numel=None),
+        "other buckets, streamed or not": by(
+            bucket_bytes=2048 if session.bucket_bytes is None else None, chunk_numel=512, streams=not session.streams
+        ),
+        "ZeRO-1": by(engine="zero1", fp32=fp32, chunk_numel=None, streams=False),
+        "data parallel and the ordinary optimizer": by(
+            engine="reduce", fp32=fp32, bucket_bytes=None, chunk_numel=None, streams=False
+        ),
     }
 
 

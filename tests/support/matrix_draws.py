@@ -154,6 +154,7 @@ def _session(
         fp32=engine in ("zero1", "reduce") and (masters or engine == "reduce" or not half) and draw(_SWITCH),
         bucket_bytes=draw(_either(None, 1, 512, 4096)) if engine in ("zero1", "zero2") else None,
         chunk_numel=draw(_either(None, 256)) if engine == "zero2" else None,
+        streams=engine == "zero2" and name == "default" and draw(_SWITCH),  # sessions that step together may not
         owners=engine == "zero1" and draw(_sometimes),
         rest=rest[0],
         rest_options=rest[1],

@@ -58,6 +58,8 @@ class Session:
     """Gradients of 16-bit parameters are asked for in float32 (zero1, reduce)."""
     bucket_bytes: int | None = None
     chunk_numel: int | None = None
+    streams: bool = False
+    """zero2: gradients are reduced inside the last backward of a window."""
     owners: bool = False
     """zero1: owners are given, not balanced."""
     rest: str = "adamw"

@@ -129,7 +129,9 @@ class _Sharded:
         }
         self.optimizer: sr.SelectedZero1 | sr.SelectedZero2
         if session.engine == "zero2":
-            self.optimizer = sr.SelectedZero2(held, CLASSES[session.optimizer], **options)
+            self.optimizer = sr.SelectedZero2(
+                held, CLASSES[session.optimizer], stream_gradients=session.streams, **options
+            )
             return
         if session.owners:
             size = held.comm.world_size
@@ -268,8 +270,7 @@ class _Rank:
 
     def _window(self, number: int) -> Told:
         window = self.example.windows[number]
-        for index in range(len(window.micro_batches[self.rank])):
-            push(self.model, micro_batch(self.example, number, self.rank, index))
+        self._backward(number)
         told = Told()
         if self.engines:
             if window.refused_first:
@@ -278,8 +279,26 @@ class _Rank:
             if told.results is None and told.refusals[-1].kind == "StepRefused" and window.missing == "error":
                 self._attempt(told, window, "zero")
         self.model.zero_grad(set_to_none=True)
+        for streamed in self._streamed():
+            streamed.discard_gradients()
         told.parameters = {path: bits(parameter) for path, parameter in self.named.items()}
         return told
+
+    def _backward(self, number: int) -> None:
+        """All micro-batches of this rank; streamed gradients leave in the last one, or without any."""
+        window, count = self.example.windows[number], len(self.example.windows[number].micro_batches[self.rank])
+        for index in range(count - 1):
+            push(self.model, micro_batch(self.example, number, self.rank, index))
+        weight = _Terms(window.weight(self.rank), window.missing, None, None, nonsense=False).counted("mean")
+        with contextlib.ExitStack() as stack:
+            for streamed in self._streamed():
+                stack.enter_context(streamed.window(**weight))
+            if count:
+                push(self.model, micro_batch(self.example, number, self.rank, count - 1))
+
+    def _streamed(self) -> list[sr.SelectedZero2]:
+        optimizers = [engine.optimizer for engine in self.engines.values() if isinstance(engine, _Sharded)]
+        return [one for one in optimizers if isinstance(one, sr.SelectedZero2) and one.streams]
 
     def _is_first(self) -> bool:
         """Whether this rank is the first of those that step together."""
