@@ -58,12 +58,16 @@ class Told:
     later_s: float = 0.0
 
 
-def suffer(comm: sr.Communicator, strategy: str, text: str, stay_s: float = 0.0) -> Told:
-    """Two good steps, then one under the plan `text`. The rank it names stays for `stay_s` after its failure."""
+def suffer(comm: sr.Communicator, strategy: str, text: str, stay_s: float = 0.0, within_s: float | None = None) -> Told:
+    """Two good steps, then one under the plan `text`. The rank it names stays for `stay_s` after its failure.
+
+    `within_s`: the timeout of that step alone.
+    """
     subject, twin = _prepare(comm, strategy)
     before = subject.look()
     plan(text, comm.world_size).install(comm)
-    told = _attempt(comm, subject, twin, before, subject.step, text.startswith("kill"))
+    with comm.timeout(within_s or comm.timeout_s):
+        told = _attempt(comm, subject, twin, before, subject.step, text.startswith("kill"))
     if f"rank {comm.rank} " in text:
         time.sleep(stay_s)
     return told
@@ -144,7 +148,7 @@ def _attempt(
     caught: BaseException | None = None
     try:
         call()
-    except (ShardrunError, KeyboardInterrupt, SystemExit) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         caught = error
     raised_at = time.monotonic()
     comm.observer = None
@@ -195,10 +199,11 @@ def _later(subject: Subject) -> tuple[str, float]:
         try:
             call()
             said.add("nothing")
-        except CommunicatorError as error:
-            said.add(str(error))
+        except (CommunicatorError, StepFailed) as error:  # of a window it is a failed step, with the same cause in it
+            said.add(str(error).removeprefix(f"step {subject.steps + 1} failed in phase {subject.comm.phase}: "))
         times.append(time.monotonic() - started)
-    return " AND ".join(sorted(said)), median(times)
+    first = {told.partition(". Parameters and optimizer state are ")[0].rstrip(".") for told in said}
+    return " AND ".join(sorted(first)), median(times)
 
 
 def _sockets() -> int:

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +51,9 @@ class Subject(ABC):
             gradients[list(held).index(poison)].view(-1)[-1] = float("nan")
         torch.autograd.backward(list(held.values()), gradients)
 
+    def send(self, **asked: Any) -> None:  # noqa: B027 - most have nothing to send
+        """What comes before the step itself and is collective, with the same arguments."""
+
     def drop(self) -> None:
         """Drop the pending gradients; local."""
         for parameter in self.model.parameters():
@@ -57,6 +61,7 @@ class Subject(ABC):
 
     def step(self, **asked: Any) -> None:
         """One step of all of it; collective. `asked` replaces the usual arguments."""
+        self.send(**asked)
         self._step({"local_weight": self.weight, **asked})
         self.steps += 1
 
@@ -143,6 +148,35 @@ class _Zero2(_Sharded):
     make = staticmethod(make_zero2)
 
 
+class _StreamedZero2(_Zero2):
+    """The same, but a step begins with its backward, which reduces the gradients; nothing is pending before."""
+
+    make = staticmethod(partial(make_zero2, stream_gradients=True))
+
+    def __init__(self, comm: sr.Communicator, seed: int) -> None:
+        super().__init__(comm, seed)
+        self._poison = ""
+        self._is_sent = False
+
+    def backward(self, poison: str = "") -> None:
+        self._poison, self._is_sent = poison, False
+
+    def send(self, **asked: Any) -> None:
+        if self._is_sent:  # by a step that was refused, for the next one
+            return
+        with self.session.window(local_weight=asked.get("local_weight", self.weight)):
+            super().backward(self._poison)
+        self._is_sent = True
+
+    def drop(self) -> None:
+        self.session.discard_gradients()
+        self._is_sent = False
+
+    def _step(self, asked: Mapping[str, Any]) -> None:
+        super()._step(asked)
+        self._is_sent = False
+
+
 class _Joint(Subject):
     """take_step: AdamW under ZeRO-2 on all ranks, and Muon under ZeRO-1 on subgroups of one or two ranks."""
 
@@ -210,6 +244,7 @@ SAFE: dict[str, type[Subject]] = {
     "free functions": _Free,
     "zero1": _Zero1,
     "zero2": _Zero2,
+    "zero2 streamed": _StreamedZero2,
     "joint": _Joint,
     "joint zero2": _JointZero2,
 }
