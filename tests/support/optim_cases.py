@@ -128,7 +128,7 @@ class Ranks:
         start: Mapping[str, Tensor],
         world_size: int,
         groups: tuple[OptionGroup, ...] = (),
-        chunk_numel: int = 2 * ALIGN,
+        chunk_numel: int | None = 2 * ALIGN,
     ) -> None:
         numel = align(-(-_TOTAL // world_size))
         dtype = next(iter(start.values())).dtype

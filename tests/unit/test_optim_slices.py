@@ -55,12 +55,16 @@ def _plain(name: str, options: Mapping[str, Any], start: Mapping[str, Tensor]) -
     return PlainTorch(kind.cls, given if given.get("fused") else {**given, "foreach": False}, start)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "chunk_numel"), [(1, 512), (3, 512), (3, None)])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
-def test_cut_parameters_have_the_bits_of_whole_ones(name: str, options: dict[str, Any], world_size: int) -> None:
-    """And a proposal leaves no trace, can be made again, and is what the commit then does."""
+def test_cut_parameters_have_the_bits_of_whole_ones(
+    name: str, options: dict[str, Any], world_size: int, chunk_numel: int | None
+) -> None:
+    """In several chunks, or all in one. And a proposal leaves no trace, can be made again, and is what the commit
+    then does."""
     start = drawn(_SHAPES, 1)
-    ranks, plain = Ranks(ELEMENTWISE[name], options, start, world_size), _plain(name, options, start)
+    ranks = Ranks(ELEMENTWISE[name], options, start, world_size, chunk_numel=chunk_numel)
+    plain = _plain(name, options, start)
     for step in range(STEPS):
         gradients, present, rate = drawn(_SHAPES, 100 + step), present_in(step), rate_in(step, plain.base)
         before = ranks.photograph()
