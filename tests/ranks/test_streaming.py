@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import shardrun as sr
+from shardrun.comm import shared_memory, slices
 from shardrun.errors import NonFiniteError, StepFailed, StepRefused, UsageError
+from shardrun.step import slices as step_slices
 from tests.support.models import MixedNet, OddNet, TiedNet, loss_sum, seeded, token_batch
+from tests.support.rank_process import await_mark, mark
 from tests.support.ranks import run_ranks
 from tests.support.sessions import make_zero2, same_bits
 
@@ -53,20 +56,35 @@ def _train(comm: sr.Communicator, build: type[nn.Module], bucket_bytes: int, str
     return {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
 
 
-def _all_ways(comm: sr.Communicator) -> tuple[str, list[dict[str, Tensor]]]:
+def _all_ways(comm: sr.Communicator) -> tuple[str, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """How slices travel here, all models in all ways, and the first of them again with slices in many pieces."""
     ways = itertools.product((OddNet, MixedNet, TiedNet), _SIZES, (False, True))
     found = [_train(comm, *way) for way in ways]
-    return comm.transport, found
+    _as_if_slices_were_large()
+    return comm.transport, found, [_train(comm, OddNet, 1 << 30, streams) for streams in (False, True)]
+
+
+def _as_if_slices_were_large() -> None:
+    for module, name, value in (
+        (slices, "_CHUNK_NUMEL", 256),
+        (slices, "PIECE_NUMEL", 256),
+        (step_slices, "PIECE_NUMEL", 256),
+        (shared_memory, "_SMALL", 0),
+    ):
+        assert getattr(module, name) > value
+        setattr(module, name, value)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bits_depend_neither_on_buckets_nor_on_streaming_nor_on_the_transport(world_size: int) -> None:
     shared = run_ranks(world_size, _all_ways, timeout_s=120, debug="OFF")
     sent = run_ranks(world_size, _all_ways, timeout_s=120, debug="OFF", shared_memory=False)
-    assert {told for told, _ in shared} == {"shared memory"}
-    assert {told for told, _ in sent} == {"sockets (switched off)"}
+    assert {told for told, _, _ in shared} == {"shared memory"}
+    assert {told for told, _, _ in sent} == {"sockets (switched off)"}
     each = 2 * len(_SIZES)
-    for _, found in (*shared, *sent):
+    for _, found, in_pieces in (*shared, *sent):
+        for parameters in in_pieces:
+            assert all(same_bits(shared[0][1][0][path], parameter) for path, parameter in parameters.items())
         for number, parameters in enumerate(found):
             first = shared[0][1][number // each * each]
             assert all(same_bits(first[path], parameter) for path, parameter in parameters.items()), number
@@ -202,41 +220,45 @@ def test_a_second_backward_in_a_window_is_an_error() -> None:
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def _try(comm: sr.Communicator, how: str) -> None:
-    model = seeded(5, OddNet)
-    zero2 = make_zero2(comm, model, lr=0.02, bucket_bytes=256, stream_gradients=True)
+def _try(comm: sr.Communicator, model: nn.Module, zero2: sr.SelectedZero2, how: str) -> None:
     with zero2.window(local_weight=3):
         if comm.rank == 1 and how == "raise":
             raise ZeroDivisionError("of the user")
         if comm.rank == 1 and how == "sleep":
-            time.sleep(4)
+            await_mark(0, "failed")
         torch.autograd.backward(_loss(model, 0, comm.rank, 3))
 
 
-def _fails(comm: sr.Communicator, how: str) -> tuple[str, float, bool]:
+def _fails(comm: sr.Communicator, how: str, timeout_s: float) -> tuple[str, float, bool]:
+    """What this rank is told, after how many seconds in the window, and whether it says that gradients are kept."""
+    model = seeded(5, OddNet)
+    zero2 = make_zero2(comm, model, lr=0.02, bucket_bytes=256, stream_gradients=True)
+    comm.vote()  # all are there: only the window is to end in time
     began = time.monotonic()
-    with pytest.raises((ZeroDivisionError, StepFailed)) as caught:
-        _try(comm, how)
+    with pytest.raises((ZeroDivisionError, StepFailed)) as caught, comm.timeout(timeout_s):
+        _try(comm, model, zero2, how)
+    waited = time.monotonic() - began
+    mark("failed")
     assert comm.is_poisoned
     kept = getattr(caught.value, "gradients_kept", None)
-    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began, bool(kept)
+    return f"{type(caught.value).__name__}: {caught.value}", waited, bool(kept)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_exception_in_a_window_frees_the_others_at_once(shared: bool) -> None:
-    first, second = run_ranks(2, _fails, "raise", debug="OFF", shared_memory=shared)
+    first, second = run_ranks(2, _fails, "raise", 30.0, debug="OFF", shared_memory=shared)
     assert second[0] == "ZeroDivisionError: of the user"
     assert first[0].startswith("StepFailed: step 1 failed"), first[0]
     assert "rank 1 failed" in first[0]
-    assert first[1] < 3
+    assert first[1] < 15
     assert not first[2]
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(shared: bool) -> None:
-    first, second = run_ranks(2, _fails, "sleep", debug="OFF", comm_timeout_s=1.5, shared_memory=shared)
+    first, second = run_ranks(2, _fails, "sleep", 1.5, debug="OFF", shared_memory=shared)
     assert "timed out" in first[0]
-    assert 1.4 < first[1] < 4
+    assert 1.4 < first[1] < 15
     assert "StepFailed" in second[0]
 
 

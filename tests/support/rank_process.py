@@ -82,6 +82,15 @@ def mark(name: str) -> None:
     (_current.folder / f"mark-{_current.rank}-{name}").touch()
 
 
+def await_mark(rank: int, name: str, timeout_s: float = 60.0) -> None:
+    """Wait until the body of `rank` has come to its mark."""
+    assert _current is not None, "await_mark() is for the body of a rank"
+    path, end = _current.folder / f"mark-{rank}-{name}", time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"rank {rank} has not come to {name}"
+        time.sleep(0.01)
+
+
 def main(pickled: bytes, pipe: multiprocessing.connection.Connection) -> None:
     """Entry of the child process: run the body, send one report, leave without waiting for anybody."""
     global _current
