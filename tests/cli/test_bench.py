@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardrun.bench.ranks import COMMAND
-from tests.support.launching import ROOT, shardrun, started, write_config
+from tests.support.launching import ROOT, shardrun, started, until, write_config
 from tests.support.training import RECIPES
 
 
@@ -77,9 +77,8 @@ def test_a_stop_that_comes_before_a_rank_has_begun_ends_it(tmp_path: Path) -> No
 
 def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
     with started(failing(tmp_path, "sleep"), tmp_path) as program:
-        while len(program.ranks()) < 2:
-            assert program.process.poll() is None
+        until(lambda: len(program.ranks()) == 2 or program.process.poll() is not None, 60, "no two ranks have begun")
         program.signal(signal.SIGINT)
-        assert program.wait(20) == 130
-        assert program.left(2) == {}
+        assert program.wait(60) == 130
+        assert program.left(5) == {}
     assert "error: stopped in compute, round 1; nothing is compared" in program.stderr

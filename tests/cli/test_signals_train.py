@@ -22,6 +22,7 @@ from tests.support.launching import ROOT, Program, final_tensors, shardrun, star
 pytestmark = pytest.mark.sample(2)
 
 STEPS = 7
+_LATE_S = 1.0
 
 
 def config_in(folder: Path) -> Path:
@@ -42,15 +43,22 @@ def run(config: Path, *words: str) -> Program:
 
 
 def wait_at(folder: Path, collective: int, phase: str, step: int) -> None:
-    """Wait until rank 1 is late in a collective; the launcher's own folder is in `folder`."""
+    """Wait until rank 1 is late in a collective, for longer than it stays in one without a fault.
+
+    The launcher's own folder is in `folder`.
+    """
 
     def there() -> bool:
         found = [status.read(path) for path in folder.glob("shardrun-*/rank-1.status")]
         place = (phase, step)
-        return any((one.phase, one.step) == place and (not collective or one.collective == collective) for one in found)
+        return any(
+            (one.phase, one.step) == place
+            and (not collective or one.collective == collective)
+            and time.time() - one.since > _LATE_S
+            for one in found
+        )
 
     until(there, 60, f"rank 1 has never been in {phase} of step {step}, collective {collective}")
-    time.sleep(0.5)  # what comes before the delay is over by now
 
 
 def signalled(
@@ -66,7 +74,7 @@ def signalled(
             program.signal(number)
             time.sleep(0.3)
         code = program.wait(60)
-        assert program.left(0.5) == {}
+        assert program.left(5) == {}
         return code, program
 
 
@@ -197,5 +205,5 @@ def test_a_second_ctrl_c_ends_workers_that_still_load_torch(tmp_path: Path, slow
         time.sleep(0.3)
         program.signal(signal.SIGINT)
         assert program.wait(20) == 130
-        assert program.left(0.5) == {}
+        assert program.left(5) == {}
     assert program.stderr.splitlines()[0] == "interrupted, nothing saved"

@@ -176,7 +176,7 @@ def test_a_delay_and_a_hang_for_a_time_only_take_time() -> None:
     observer = plan("delay rank 0 by 0.05 s at collect; hang rank 0 for 0.05 s at collect").observer(0)
     started = time.monotonic()
     observer("collect", 0)
-    assert 0.1 <= time.monotonic() - started < 2
+    assert 0.1 <= time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -158,7 +158,9 @@ def _comes(seat: Seat, run_ids: list[str], place: dict[str, Any]) -> tuple[str, 
         _wait_for(Path(seat.init_file).with_name("mark-0-open"))
     began = time.monotonic()
     try:
-        limit = 20.0 if seat.rank < 2 else 2.0
+        # Who cannot know that it is not what a dead world left behind waits to the end of its time.
+        waits = seat.rank == 2 and run_ids[2] == run_ids[0] and ("init_file" in place or "agent_store" in place)
+        limit = 2.0 if waits else 20.0
         comm = _open(Seat(rank, 2, seat.init_file), run_id=run_ids[seat.rank], init_timeout_s=limit, **place)
     except ShardrunError as error:
         return type(error).__name__, str(error), time.monotonic() - began
@@ -195,13 +197,13 @@ def test_who_does_not_belong_is_refused_at_once_and_the_others_do_not_notice(
         assert outcome.ok, outcome.error
     assert [outcome.value[0] for outcome in outcomes[:2]] == ["", ""]
     kind_of_error, told, waited = outcomes[2].value
-    if other == "run-a" and kind != "port":  # it cannot know that this is not what a dead world left behind
+    if other == "run-a" and kind != "port":
         assert kind_of_error == "CommunicatorError"
         assert "has not taken in rank 1 within 2 s" in told
         assert "another process was rank 1 before" in told
         return
     assert kind_of_error == "LaunchError"
-    assert waited < 1.9, "at once, not at the end of its time"
+    assert waited < 10.0, "at once, not at the end of its time"
     if other == "run-a":
         assert told.startswith("another process is rank 1 of run 'run-a' at ")
     else:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.sample(3)
 
 _TIMEOUT_S = 1.0
 _SLEEPER = 1
+_SLEEPERS_S = 30.0
 
 
 def _halves(comm: sr.Communicator) -> sr.Communicator:
@@ -43,7 +44,8 @@ _OPERATIONS: dict[str, Callable[[sr.Communicator, sr.Communicator], object]] = {
     "inside a subgroup": lambda comm, half: half.vote(),
 }
 _OF_THREE = ("compare", "reduce", "connecting", "inside a subgroup")  # the others on two ranks
-_NAMED = {"sums": "agreement", "compare": "agreement", "large gather": "gather", "subgroup": "agreement"}
+_NAMED = {"sums": "agreement", "compare": "agreement", "subgroup": "agreement"}
+_NAMED |= {"reduce": "reduce or gather", "large gather": "reduce or gather"}
 _NAMED |= {
     "connecting": "connecting the subgroup 0,1",
     "inside a subgroup": "vote",
@@ -63,20 +65,24 @@ def _one_does_not_come(comm: sr.Communicator, operation: str) -> dict[str, Any] 
         time.sleep(_TIMEOUT_S + 1.7)
     began = time.monotonic()
     try:
-        _OPERATIONS[operation](comm, half)
+        with comm.timeout(_SLEEPERS_S if comm.rank == _SLEEPER else _TIMEOUT_S):
+            _OPERATIONS[operation](comm, half)
     except CommunicatorError as error:
         waited, first = time.monotonic() - began, str(error)
     else:
         return None  # a rank that has nobody to wait for in this operation
-    began = time.monotonic()
-    with pytest.raises(CommunicatorError, match="closed since its first failure") as again:
-        comm.vote()
+    again_s = []
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(CommunicatorError, match="closed since its first failure") as again:
+            comm.vote()
+        again_s.append(time.monotonic() - began)
     failure = comm.failure
     assert failure is not None
     return {
         "told": first,
         "waited": waited,
-        "again": time.monotonic() - began,
+        "again": min(again_s),
         "same": failure.cause in first and failure.cause in str(again.value),
         "kind": failure.kind,
         "phase": failure.phase,
@@ -112,17 +118,17 @@ def _check_waiting(name: str, outcomes: list[Outcome]) -> None:
         # On a busy machine the sleeper may wake up while the others still listen.
         assert re.search("rank 1 is missing: (no word from it|it came .* s later)", found["told"]), name
         assert f"({_NAMED.get(name, name)}, phase reduce)" in found["told"]
-        assert found["waited"] < _TIMEOUT_S + 4.0, "the time, a second for the words of others, and a busy machine"
-        assert found["again"] < 0.5, "promised are 10 ms, on an idle machine"
+        assert found["waited"] < _TIMEOUT_S + 10.0, "the time, a second for the words of others, and a busy machine"
+        assert found["again"] < 0.1, "promised are 10 ms, on an idle machine"
         assert found["same"]
         assert found["phase"] == "reduce"
         assert found["last"]["ended"] == "unfinished"
     timed_out = next(found for found in waiting if found["kind"] == "timeout")
-    assert _TIMEOUT_S - 0.2 < _timed_out_after(timed_out["told"]) < _TIMEOUT_S + 3.0
+    assert _TIMEOUT_S - 0.2 < _timed_out_after(timed_out["told"]) < _TIMEOUT_S + 10.0
     sleeper = outcomes[_SLEEPER].value
     if sleeper is not None:
         assert "had given up after" in sleeper["told"], (name, sleeper["told"])
-        assert sleeper["waited"] < 2.0, "it comes too late to wait"
+        assert sleeper["waited"] < _SLEEPERS_S / 2, "it comes too late to wait"
 
 
 def _timed_out_after(told: str) -> float:
@@ -155,10 +161,11 @@ def test_c120_the_error_names_rank_phase_step_and_how_long() -> None:
     assert outcome.ok, outcome.error
     assert re.search(
         r"step 2 failed in phase agree: communicator closed at collective \d+ \(agreement, phase agree\) failed on "
-        r"rank 0: timed out after [1-4]\.\d s; rank 1 is missing: no word from it\. Parameters and optimizer state are "
+        r"rank 0: timed out after \d+\.\d s; rank 1 is missing: no word from it\. Parameters and optimizer state are "
         r"those of step 1",
         outcome.value,
     ), outcome.value
+    assert 0.8 < _timed_out_after(outcome.value) < 10.0
 
 
 # ---- blocks with another time ----------------------------------------------------------------------------------------
@@ -216,10 +223,10 @@ def test_a_block_of_collectives_has_a_time_of_its_own() -> None:
         assert outcome.ok, outcome.error
     waiting = in_longer.value
     assert (waiting["inside"], waiting["nested"], waiting["after"]) == ((30.0, 30.0), 20.0, 0.9)
-    assert 0.8 < _timed_out_after(waiting["told"]) < 4.0
+    assert 0.8 < _timed_out_after(waiting["told"]) < 10.0
     for outcome in in_shorter:
-        assert 0.6 < _timed_out_after(outcome.value["told"]) < 4.0
-        assert outcome.value["waited"] < 6.0
+        assert 0.6 < _timed_out_after(outcome.value["told"]) < 10.0
+        assert outcome.value["waited"] < 20.0
         assert outcome.value["after"] == 60.0
 
 
@@ -283,13 +290,13 @@ def test_a_rank_that_does_not_come_to_the_rendezvous_is_named() -> None:
             assert told.startswith(f"rank {absent} has not come to the rendezvous at ")
             assert "within 2 s" in told
             assert "init_timeout_s" in told
-            assert 1.9 < waited < 5.0
+            assert 1.9 < waited < 20.0
     for rank in (0, 2):
         assert unconnected[rank].ok, unconnected[rank].error
         told, waited = unconnected[rank].value
         assert "found all 3 ranks at" in told
         assert "could not connect" in told
-        assert waited < 8.0
+        assert waited < 20.0
 
 
 def _vote_without_rank_1(comm: sr.Communicator) -> tuple[str, tuple[int, ...], float]:
@@ -311,4 +318,4 @@ def test_a_missing_rank_is_named_also_where_torch_checks_every_call_by_one_more(
     assert outcome.ok, outcome.error
     kind, missing, waited = outcome.value
     assert (kind, missing) == ("timeout", (1,))
-    assert waited < 8.0
+    assert waited < 20.0
