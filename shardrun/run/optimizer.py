@@ -23,7 +23,7 @@ from shardrun.shard.contract import Contract
 from shardrun.shard.layout import FlatLayout, closing_numel
 from shardrun.shard.owners import planned_order
 from shardrun.step.data_parallel import SelectedDataParallel
-from shardrun.step.draft import Draft, draft_zero1, draft_zero2
+from shardrun.step.draft import BUCKET_BYTES, Draft, draft_zero1, draft_zero2
 from shardrun.step.joint_step import StepResult
 from shardrun.step.owned import OwnedOptimizer
 from shardrun.step.zero1 import SelectedZero1
@@ -70,7 +70,8 @@ def shard_optimizer(
     """
     optimizer, given = _arguments(asked, config, session.contract, session.order, recipe)
     if asked.strategy == "zero2":
-        return SelectedZero2(session, optimizer, name=name, bucket_bytes=_saved_buckets(saved, session), **given)
+        given["bucket_bytes"] = _saved_buckets(saved, session) or given["bucket_bytes"]
+        return SelectedZero2(session, optimizer, name=name, **given)
     return SelectedZero1(session, optimizer, name=name, owners=_saved_owners(saved, session), **given)
 
 
@@ -114,7 +115,9 @@ def _arguments(
         **_options(asked),
     }
     if asked.strategy == "zero2":
-        return optimizer, {**given, "stream_gradients": streams_gradients(config, asked)}
+        # Over sockets every bucket takes messages to all ranks and their answers, however small it is.
+        bucket_bytes = None if config.topology.shared_memory else BUCKET_BYTES
+        return optimizer, {**given, "stream_gradients": streams_gradients(config, asked), "bucket_bytes": bucket_bytes}
     rest = (asked.rest if isinstance(asked, Muon | Factory) else None) or RestAdamW(name="adamw")
     left = matching(rest.match, contract, "optimizer.rest.match") if rest.match else frozenset()
     _require_any(optimizer, contract, order, left)

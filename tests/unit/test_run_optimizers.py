@@ -22,6 +22,7 @@ from shardrun.records.record import Zero1Record
 from shardrun.run.build import Built, build
 from shardrun.run.model import distinct_parameters
 from shardrun.run.optimizer import Placement, mean_step, streams_gradients
+from shardrun.run.plan import plan
 from shardrun.run.probe import live_leaves
 from shardrun.run.report_tables import names, start_tables
 from shardrun.run.state import restore
@@ -29,6 +30,7 @@ from shardrun.run.tamper import scramble
 from shardrun.shard.layout import Entry, plan_layout
 from shardrun.shard.owners import plan_owned_layout
 from shardrun.shard.streamed_gradients import StreamedGradients
+from tests.support.launching import ROOT
 from tests.support.training import RECIPES, document, save_now
 
 OWN = str(RECIPES / "own_optimizer.py")
@@ -325,3 +327,14 @@ def test_a_resumed_run_sends_its_buckets_in_the_order_of_one_that_is_begun(tmp_p
     assert sent[0] == sent[1]
     assert len(sent[0]) > 1
     assert resumed.session.order != resumed.session.defined
+
+
+def test_a_run_over_sockets_has_no_more_buckets_than_it_needs(tmp_path: Path) -> None:
+    numbers = {}
+    for shared in (True, False):
+        sections = {"topology": {"shared_memory": shared}}
+        config = document(tmp_path, 2, sections, str(ROOT / "recipes" / "gpt.py"), layers=4, width=256, heads=4)
+        (group,) = plan(from_mapping(config)).groups
+        numbers[shared] = sum(len(space.buckets) for space in group.footprint.layout.spaces)
+    assert numbers[False] == 1
+    assert 4 < numbers[True] <= 16
