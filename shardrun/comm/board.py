@@ -23,13 +23,18 @@ _PART = 16 << 10
 """Bytes that a turn has for a part of a text and, in front of it, the length of the whole."""
 _TEXTS = 4096
 BOARD_BYTES = _TEXTS + _TURNS * _PART
-_COUNT, _CLOSED, _FLAGS, _NUMBERS = 0, 1, 64, 1024
+_COUNT, _CLOSED, _GAVE_UP, _FLAGS, _NUMBERS = 0, 1, 2, 64, 1024
 _SUMMED = 2
 """The flag of a signal that comes with numbers or text."""
 MOST_NUMBERS = 64
 _SPINS = 300
 _NAP_S = 0.00005
 _LONGEST_NAP_S = 0.0005
+
+
+def _gave_up(number: int) -> int:
+    """What a page says of a signal on which its rank has given up; 0 says nothing."""
+    return number & 127 | 128
 
 
 def knows_order() -> bool:
@@ -120,6 +125,18 @@ class Board:
         return self._count
 
     def _flags(self, number: int, timeout_s: float) -> list[int]:
+        """The flags of that signal, once all ranks have given it and none has given up on it."""
+        try:
+            self._wait(number, timeout_s)
+        except BaseException:
+            self._own[_GAVE_UP] = _gave_up(number)
+            raise
+        for rank, page in self._others.items():
+            if page[_GAVE_UP] == _gave_up(number):
+                raise RuntimeError(f"{self._named(rank)} had given up when this rank came")
+        return [self._page(rank)[_FLAGS + number % _TURNS] for rank in range(self._size)]
+
+    def _wait(self, number: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for rank, page in self._others.items():
             spins, nap = 0, _NAP_S
@@ -129,7 +146,6 @@ class Board:
                     self._require_there(rank, number, deadline)
                     time.sleep(nap)
                     nap = min(2 * nap, _LONGEST_NAP_S)
-        return [self._page(rank)[_FLAGS + number % _TURNS] for rank in range(self._size)]
 
     def _require_there(self, rank: int, number: int, deadline: float) -> None:
         gone = [self._rank_of[descriptor] for descriptor, _ in self._ends.poll(0)]

@@ -3,12 +3,14 @@
 [Note: reading in place] Every rank of a group makes a buffer of the same size at the same time, as memory without a
 name (memfd) that the others map for reading only; no rank can write into another one's. A place in the own buffer is
 the same place in all of them. The memory lives as long as anybody maps it, also when its rank has died, and leaves
-nothing behind. Where the ranks cannot reach each other's memory (several hosts, other users, other process namespaces),
-all of them hear of it and use ordinary memory.
+nothing behind. A process that is forked from a rank finds the memory as it is, and what it writes there is its own.
+Where the ranks cannot reach each other's memory (several hosts, other users, other process namespaces), all of them
+hear of it and use ordinary memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -98,7 +100,7 @@ class Offer:
     def settle(self) -> None:
         """All ranks have mapped it, or will not: the buffer holds zeros."""
         self.memory[-_NONCE_BYTES:] = bytes(_NONCE_BYTES)
-        self._file.close()
+        _keep_from_children(self.memory, self._file, self.nbytes)
 
 
 class SharedMemory:
@@ -134,6 +136,41 @@ def _map(file: FileIO, nbytes: int, protection: int) -> mmap.mmap:
         with suppress(OSError):  # a hint, which a kernel without such pages refuses
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
+
+
+_OWN: dict[int, tuple[FileIO, int]] = {}
+"""Address -> file and bytes of every buffer of this process that others read."""
+_MAP_FIXED = 0x10
+
+
+def _keep_from_children(memory: mmap.mmap, file: FileIO, nbytes: int) -> None:
+    """What a forked child writes into `memory` is not to be seen here, as with all other memory."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    _OWN[address] = file, nbytes
+    weakref.finalize(memory, _forget_own, address).atexit = False
+
+
+def _forget_own(address: int) -> None:
+    if address in _OWN:
+        _OWN.pop(address)[0].close()
+
+
+def _map_privately() -> None:
+    """In a child: the same pages in the same place, copied when they are written to."""
+    if not _OWN:
+        return
+    libc_mmap = ctypes.CDLL(None).mmap
+    libc_mmap.restype = ctypes.c_void_p
+    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    for address, (file, nbytes) in _OWN.items():
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        if libc_mmap(address, nbytes, protection, flags, file.fileno(), 0) != address:
+            os.abort()  # better than to write into the gradients of the parent
+        file.close()
+    _OWN.clear()
+
+
+os.register_at_fork(after_in_child=_map_privately)
 
 
 def _attach(address: dict[str, Any], nbytes: int) -> mmap.mmap:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardrun.comm.communicator import Communicator
 from shardrun.comm.data_plane import Exchanges
-from shardrun.errors import CommunicatorError, StepRefused, by_all
+from shardrun.errors import CommunicatorError, ShardrunError, StepRefused, by_all
 from shardrun.shard.streamed_gradients import StreamedGradients
 from shardrun.step.agreement import MEAN, Request, integer_weight, weight_problems
 from shardrun.step.slices import Slice
@@ -34,10 +34,14 @@ class Streaming:
     @contextmanager
     def window(self, step: int, local_weight: object) -> Iterator[None]:
         """Reduce what a backward in this block, and those before it, leave; collective. See SelectedZero2.window."""
+        self.comm.require_open()
         try:
             weight = self._agree(step, local_weight)
-        except CommunicatorError as error:
-            if error.agreed:
+        except BaseException as error:
+            if isinstance(error, ShardrunError) and error.agreed:
+                raise
+            self._release_others(step, error)
+            if not isinstance(error, Exception):
                 raise
             raise failed(self.comm, f"step {step}", step, error, kept=self.gradients.rounds == 0) from error
         try:

@@ -71,3 +71,13 @@ def test_a_text_that_meets_an_exchange_is_an_error_on_both() -> None:
         first.gather(b"text", 10)
     with pytest.raises(RuntimeError, match="0 is in an agreement, this rank in an exchange"):
         second.hear(number, 10)
+
+
+def test_who_comes_when_another_has_given_up_hears_of_it() -> None:
+    pages = _pages(2)
+    first = Board(pages[0], [None, pages[1]], [os.getpid()] * 2, "rank {}".format)
+    late = Board(pages[1], [pages[0], None], [os.getpid()] * 2, "rank {}".format)
+    with pytest.raises(TimeoutError, match="no signal of rank 1"):
+        first.sum([1], 0.01)
+    with pytest.raises(RuntimeError, match="rank 0 had given up when this rank came"):
+        late.sum([1], 10)
