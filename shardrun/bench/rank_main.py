@@ -35,7 +35,7 @@ def _end_in_time(job: Mapping[str, Any], tether: Tether) -> None:
     """End this process if it is still there after `limit_s` of the job, saying so: nobody waits for ever."""
 
     def end() -> None:
-        tether.write_error(LaunchError(f"not done after {job['limit_s']:.0f} s, which topology.timeout_s gives to all of it"))
+        tether.write_error(LaunchError(f"not done after {job['limit_s']:.0f} s, all that topology.timeout_s gives"))
         os._exit(LaunchError.exit_code)
 
     timer = threading.Timer(job["limit_s"], end)
