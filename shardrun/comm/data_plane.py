@@ -26,9 +26,9 @@ T = TypeVar("T")
 class DataPlane(Agreement):
     """Slices of flat buckets travel between the ranks of a group; every rank of it calls, in the same order.
 
-    [Note: control plane] Agreements, norms and votes travel over gloo, or on a page of the host where there is one,
-    and texts over gloo, on every machine: they raise what went wrong, in time. Only gradients and parameters take the
-    fast way of the device, and `settle` waits for it.
+    [Note: control plane] Agreements, texts, norms and votes travel on pages of the host where there are any, and over
+    gloo elsewhere, on every machine: they raise what went wrong, in time. Only gradients and parameters take the fast
+    way of the device, and `settle` waits for it.
     """
 
     def __init__(
