@@ -47,7 +47,8 @@ def derive_seed(*parts: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed the streams of this process: python, numpy's global one, torch on CPU and on every CUDA device."""
     seed_host(seed)
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():  # torch.manual_seed looks after all devices that there might be, and takes its time
+        torch.cuda.manual_seed_all(seed)
 
 
 def seed_host(seed: int) -> None:

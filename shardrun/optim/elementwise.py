@@ -60,9 +60,7 @@ class SliceOptimizer(GroupedOptimizer):
         self._of_slice: list[list[Piece]] = []
         self._groups: list[int] = []  # of each slice
         self._specs: dict[tuple[int, torch.dtype], StateSpec] = {}
-        self.state_nbytes = 0
-        for tensors in slices:
-            self._cut(tensors)
+        self._cut_all(slices, device)
         self._all_pieces = [piece for pieces in self._pieces for piece in pieces]
         self._start([[piece.leaf for piece in pieces] for pieces in self._pieces])
         for piece in self._all_pieces:
@@ -74,19 +72,29 @@ class SliceOptimizer(GroupedOptimizer):
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
-    def _cut(self, tensors: SliceTensors) -> None:
-        group = tensors.option_group
-        self._groups.append(group)
-        self._of_slice.append([])
+    def _cut_all(self, slices: Sequence[SliceTensors], device: torch.device) -> None:
+        """The pieces of all slices. Their state has one memory per key and dtype: many small ones get no huge pages."""
+        numels: dict[tuple[str, torch.dtype], int] = {}
+        for tensors in slices:
+            for key, dtype in self._spec_for(tensors).elements.items():
+                numels[key, dtype] = numels.get((key, dtype), 0) + tensors.leaf.numel()
+        memory = {(key, dtype): torch.zeros(n, dtype=dtype, device=device) for (key, dtype), n in numels.items()}
+        self.state_nbytes = sum(tensor.nbytes for tensor in memory.values())
+        for tensors in slices:
+            flat = {}
+            for key, dtype in self._spec_for(tensors).elements.items():
+                flat[key], memory[key, dtype] = memory[key, dtype].tensor_split([tensors.leaf.numel()])
+            self._groups.append(tensors.option_group)
+            self._of_slice.append(list(cut(tensors, self._spec_for(tensors), flat, self._chunk_numel)))
+            self._pieces[tensors.option_group] += self._of_slice[-1]
+
+    def _spec_for(self, tensors: SliceTensors) -> StateSpec:
         if not tensors.fragments:
-            return
-        spec = self._specs.get((group, tensors.leaf.dtype))
-        if spec is None:
-            spec = self._specs[group, tensors.leaf.dtype] = self.kind.spec(self.options[group], tensors.leaf)
-        flat = {key: torch.zeros_like(tensors.leaf, dtype=dtype) for key, dtype in spec.elements.items()}
-        self.state_nbytes += sum(tensor.nbytes for tensor in flat.values())
-        self._of_slice[-1] += cut(tensors, spec, flat, self._chunk_numel)
-        self._pieces[group] += self._of_slice[-1]
+            return StateSpec()
+        group, dtype = tensors.option_group, tensors.leaf.dtype
+        if (group, dtype) not in self._specs:
+            self._specs[group, dtype] = self.kind.spec(self.options[group], tensors.leaf)
+        return self._specs[group, dtype]
 
     def _spec_of(self, group: int) -> StateSpec | None:
         of_group = (spec for (number, _), spec in self._specs.items() if number == group)

@@ -96,7 +96,7 @@ class StreamedGradients(FlatGradients):
         self._bucket_of = {held.path: n for n, bucket in enumerate(self.buckets) for held, _ in bucket.members}
         self._gaps = [bucket.gaps() for bucket in self.buckets]
         self._sums = torch.zeros(len(self.held), device=self.memory[0].device if self.memory else None)
-        """The sum of each gradient of the last round: finite only if all of its elements are."""
+        """The sum of each gradient of the last round: finite only if all elements are. A rank alone takes none."""
         self._finite = torch.isfinite(self._sums)
         """Whether each gradient was finite in every round since the last step that counts."""
         self._send: Send | None = None
@@ -192,7 +192,8 @@ class StreamedGradients(FlatGradients):
             held.grad.zero_()  # of other ranks the exchange counts them as zeros
         else:
             held.grad.copy_(grad)
-        torch.sum(held.grad.view(-1), 0, out=self._sums[k])
+        if not self._alone:
+            torch.sum(held.grad.view(-1), 0, out=self._sums[k])
         held.parameter.grad = None
 
     def _holds_sum(self, k: int) -> bool:
@@ -214,6 +215,8 @@ class StreamedGradients(FlatGradients):
             gap.zero_()
         self._send(number)
         self._sent += 1
+        if not self._take_turns:
+            return  # nothing has waited
         for later in self.sequence[self._sent :]:
             if not self._has_slot(later):
                 break
@@ -267,6 +270,8 @@ class StreamedGradients(FlatGradients):
 
     def non_finite(self, present: tuple[bool, ...]) -> str | None:
         """Path of the first gradient that this rank has sent since the last step and that was not finite."""
+        if self._alone:
+            return super().non_finite(present)
         finite = self._finite.tolist()
         return next((held.path for held, fine in zip(self.held, finite, strict=True) if not fine), None)
 

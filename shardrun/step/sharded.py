@@ -25,7 +25,7 @@ from shardrun.step.draft import Draft
 from shardrun.step.joint_step import Part, StepResult, require_whole, run_step
 from shardrun.step.masters import Masters
 from shardrun.step.record_fit import Expected, joint_misfits, judge
-from shardrun.step.slices import make_slice
+from shardrun.step.slices import make_slices
 from shardrun.step.transaction import signals_deferred
 
 _Draft = TypeVar("_Draft", bound=Draft)
@@ -65,7 +65,7 @@ class ShardedOptimizer(ABC):
         else:
             gradients = FlatGradients(layout, session.parameters, *place, zeros=zeros)
         self.flat = FlatBuffers(layout, session.parameters, gradients, *place)
-        self.slices = [make_slice(bucket, masters, proposes, streams) for bucket in self.flat.buckets]
+        self.slices = make_slices(self.flat.buckets, masters, proposes, streams)
         self._masters = Masters(self.slices)
 
     # ---- what it is --------------------------------------------------------------------------------------------

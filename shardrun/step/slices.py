@@ -95,12 +95,26 @@ def _pieces_like(place: Tensor) -> Part:
     return [place.new_empty(min(PIECE_NUMEL, numel - low)) for low in sizes]
 
 
-def make_slice(bucket: FlatBucket, masters: bool, proposes: bool, streams: bool) -> Slice:
-    """Allocate what a step of `bucket` needs on this rank."""
-    own = bucket.own
-    alone = streams and len(bucket.splits) == 1  # nothing is reduced, and nothing kept
-    reduced = bucket.grad if alone else torch.zeros(own.numel(), dtype=torch.float32, device=own.device)
-    leaf = own.float() if masters and own.dtype != torch.float32 else own
-    grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(own)
-    live = cut(bucket.param, bucket.splits, len(bucket.splits))
-    return Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None, live, streams)
+def make_slices(buckets: Sequence[FlatBucket], masters: bool, proposes: bool, streams: bool) -> list[Slice]:
+    """Allocate what a step of the buckets needs on this rank, at once for all of them: small memories get no huge
+    pages. FP32 masters hold the parameters' values.
+    """
+    owns = [bucket.own for bucket in buckets]
+    alone = streams and all(len(bucket.splits) == 1 for bucket in buckets)  # nothing is reduced, and nothing kept
+    sums = [bucket.grad for bucket in buckets] if alone else _zeros([own.numel() for own in owns], owns)
+    mastered = [masters and own.dtype != torch.float32 for own in owns]
+    spaces = _zeros([own.numel() if taken else 0 for own, taken in zip(owns, mastered, strict=True)], owns)
+    slices = []
+    for bucket, reduced, space, taken in zip(buckets, sums, spaces, mastered, strict=True):
+        leaf = space.copy_(bucket.own) if taken else bucket.own
+        grad = reduced if leaf.dtype == torch.float32 else torch.zeros_like(bucket.own)
+        live = cut(bucket.param, bucket.splits, len(bucket.splits))
+        slices.append(Slice(bucket, reduced, grad, leaf, bucket.own_staging if proposes else None, live, streams))
+    return slices
+
+
+def _zeros(numels: Sequence[int], owns: Sequence[Tensor]) -> list[Tensor]:
+    """(numel,) float32 zeros for each, in one memory on the device of `owns`."""
+    if not owns:
+        return []
+    return list(owns[0].new_zeros(sum(numels), dtype=torch.float32).split(list(numels)))  # type: ignore[no-untyped-call]
