@@ -182,6 +182,8 @@ class Log(Section):
     """Updates between log lines."""
     stdout: bool = True
     """Show progress on the screen as well."""
+    grad_norm: bool = True
+    """Measure the norm of the whole gradient also where nothing is clipped; false saves reading it once more."""
 
 
 class Eval(Section):

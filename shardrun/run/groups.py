@@ -197,7 +197,7 @@ def step_groups(
     weight: int | Tensor,
     updates: int,
     missing: MissingGradientPolicy,
-    max_grad_norm: float,
+    max_grad_norm: float | None,
 ) -> Stepped:
     """Take one step of all groups, on every rank or on none; collective over the world. Raises what a step raises.
 

@@ -178,6 +178,8 @@ class Trainer:
         """One step, or an agreed skip; then the counters and the row for the log (epochs counted from 1)."""
         built, progress = self.built, self.progress
         max_grad_norm = built.config.train.max_grad_norm
+        if max_grad_norm is None and built.config.log.grad_norm:
+            max_grad_norm = math.inf
         lr = built.groups[0].lr(progress.updates)
         grad_norm, skipped, moved = None, None, False
         self._saving.hold()
@@ -187,7 +189,7 @@ class Trainer:
                 tally.weight,
                 progress.updates,
                 built.missing,
-                math.inf if max_grad_norm is None else max_grad_norm,
+                max_grad_norm,
             )
             grad_norm, moved = result.grad_norm, result.moved
             for path in result.absent:

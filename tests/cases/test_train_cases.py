@@ -126,6 +126,19 @@ def test_c061_a_skipped_update_does_not_move_the_schedule(tmp_path: Path) -> Non
     assert torch.equal(done.model(1)["w"], done.model(2)["w"])
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_without_the_norm_in_the_log_a_window_is_the_same(tmp_path: Path, measured: bool) -> None:
+    samples: list[list[float | None]] = [[6.0], [1.0], [2.0], [2.0]]
+    sections = {"log": {"grad_norm": measured}}
+    done = _toy(tmp_path, 2, samples, {"steps": 2, "global_batch_size": 2}, sections=sections)
+    assert _weights(done, 2) == -5.5
+    assert [row["grad_norm"] for row in done.steps] == ([3.5, 2.0] if measured else [None, None])
+    samples[2] = [3e38, 3e38]
+    train_section = {"steps": 2, "global_batch_size": 2}
+    bad = train(document(tmp_path / "bad", 2, {"train": train_section, **sections}, samples=samples))
+    assert "non-finite gradient" in bad.errors[0]
+
+
 def test_c059_c060_a_nan_on_any_rank_stops_all_and_spoils_nothing(tmp_path: Path) -> None:
     for bad_rank in (0, 1):
         samples: list[list[float | None]] = [[1.0], [2.0], [1.0], [2.0]]
