@@ -67,7 +67,7 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     told = {int(code): meaning for code, meaning in rows(section("Exit codes"))}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ShardrunError)]
     assert told.keys() == {0, *(kind.exit_code for kind in kinds)}
-    assert told == {0: "done", **report._CODES}
+    assert told == {0: "done", **report.CODES}
 
 
 @each_page
