@@ -12,6 +12,7 @@ import pytest
 
 from shardrun import report
 from shardrun.errors import CheckpointError, StepFailed
+from shardrun.report import train_screen
 from shardrun.run.failure import describe
 from shardrun.run.outcome import Outcome, RankEnd, judge
 from shardrun.run.status import Status
@@ -99,7 +100,7 @@ def test_a_screen_returns_the_lines_that_it_shows(capsys: pytest.CaptureFixture[
 def test_the_first_step_that_a_command_makes_says_how_long_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start = {"event": "start", "world_size": 2, "device": "cpu", "backend": "gloo", "total_steps": 10}
     start["transport"] = "shared memory"
-    monkeypatch.setattr(report, "_BEGAN", time.monotonic() - 2.0)
+    monkeypatch.setattr(train_screen, "_BEGAN", time.monotonic() - 2.0)
     resumed, restarted = {**start, "first_step": 2}, {**start, "first_step": 4}
     with report.TrainScreen() as screen:
         screen.event(0, resumed)
